@@ -1,0 +1,209 @@
+"""The one contract between whoever has pages and whoever keeps them: `TieredStore` in the service, `RemoteStore` in a client.
+
+Reading order: `PrefixQuery`, `PageStore`, then the outcomes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from kvstore.errors import InvalidRequest
+from kvstore.format.record import Record
+from kvstore.model.keys import Boundary, NamespaceId, RecordKey
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.deadline import Deadline
+
+__all__ = [
+    "Ack",
+    "Deadline",
+    "LeaseId",
+    "Lookup",
+    "PageStore",
+    "PrefixQuery",
+    "SaveOutcome",
+    "Staged",
+]
+
+LeaseId = NewType("LeaseId", bytes)
+"""16 random bytes: a receipt for staged records."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixQuery:
+    """A prompt, as the store sees it.
+
+    Attributes:
+        namespace: An opened namespace.
+        boundaries: The prompt's boundaries, ascending. They may end beyond `cap_tokens`, up to the last known token:
+            a longer record may cover a shorter resume point.
+        local_tokens: Tokens the engine holds itself; nothing below is fetched.
+        cap_tokens: No resume point is beyond this.
+        step_tokens: Resume points are multiples of this (the engine's scheduler block).
+    """
+
+    namespace: NamespaceId
+    boundaries: tuple[Boundary, ...]
+    local_tokens: int
+    cap_tokens: int
+    step_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.step_tokens <= 0:
+            raise InvalidRequest("step_tokens must be positive", step_tokens=self.step_tokens)
+        if self.local_tokens < 0 or self.cap_tokens < 0:
+            raise InvalidRequest("token counts are not negative", local=self.local_tokens, cap=self.cap_tokens)
+        tokens = [boundary.tokens for boundary in self.boundaries]
+        if any(later <= earlier for earlier, later in zip([0, *tokens], tokens, strict=False)):
+            raise InvalidRequest("boundaries must ascend from above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is there for a prompt, by what the store knows without reading a record.
+
+    Attributes:
+        resume_tokens: The longest resume point that looks usable; `local_tokens` when there is none.
+        groups_present: For each boundary of the query a bit per group, set when all its slices are there. A hint for
+            whoever saves: bits may be missing where a tier could not be asked.
+    """
+
+    resume_tokens: int
+    groups_present: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Records in this node's memory, verified and leased.
+
+    Attributes:
+        lease: The receipt; `None` when nothing is staged.
+        resume_tokens: The resume point that the staged records serve; `local_tokens` when nothing is staged.
+        keys: Every record to load for it: all slices of all groups.
+        spans: For each key its (start, stop) tokens; a record may reach past `resume_tokens`.
+        sources: Number of records by the name of the tier that they were read from.
+        num_bytes: Encoded bytes, headers included.
+        lease_s: Seconds that the lease lasts unless it is renewed.
+    """
+
+    lease: LeaseId | None
+    resume_tokens: int
+    keys: tuple[RecordKey, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    sources: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    lease_s: float = 0.0
+
+
+class Ack(Enum):
+    """Where a record must be before a save is acknowledged."""
+
+    MEMORY = "memory"
+    HOT = "hot"
+    COLD = "cold"
+
+
+class SaveOutcome(Enum):
+    """What became of a saved record; all of them are normal."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    """An equal name was there before; these bytes were dropped, the first ones stay."""
+    FULL = "full"
+    """No room: this record is not kept."""
+    BUSY = "busy"
+    """The store is over its limits for now: this record is not kept, later ones may be."""
+
+
+Progress = Callable[[int], None]
+"""Called with the total bytes staged so far, at least whenever a record arrived."""
+
+
+class PageStore(ABC):
+    """Pages in, pages out. All methods may be called concurrently from one event loop.
+
+    Every method raises `Unavailable` at its deadline or when the store cannot be reached, `Closed` after `aclose`, and
+    `InvalidRequest` for a namespace that was not opened.
+    """
+
+    @abstractmethod
+    async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
+        """Make a namespace known and return its id, which the store computes itself (with the verified tenant).
+
+        Idempotent. The description is kept beside the records, so that they can be explained later.
+        """
+
+    @abstractmethod
+    async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        """Say what is there. Moves no record, takes no lease."""
+
+    @abstractmethod
+    async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
+        """Bring the records of the longest usable resume point into this node's memory, verify and lease them.
+
+        What is missing, corrupt, too slow for `deadline` or too large for the node shortens the resume point; it is
+        no error. Concurrent stages of one record fetch it once.
+
+        If cancelled, nothing stays leased; what was fetched may stay in memory.
+        """
+
+    @abstractmethod
+    async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
+        """Start the lease's time anew. False: it has ended; its records may be gone."""
+
+    @abstractmethod
+    async def load(
+        self,
+        lease: LeaseId,
+        key: RecordKey,
+        *,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Record:
+        """Return one leased record, its header checked against `key`; the payload checksum is the reader's to verify.
+
+        Args:
+            lease: From `stage`.
+            key: One of its keys.
+            deadline: When to give up.
+            allocate: Returns a writable buffer of the given size that the bytes are received into, where they come
+                over a wire; a store in the same process may return its own read-only buffer instead.
+
+        Raises:
+            Unavailable: The lease has ended, or the record is no longer there.
+
+        If cancelled, an allocated buffer may still be written until the connection has drained it: it must not be
+        used again before `aclose`, unless it is dropped.
+        """
+
+    @abstractmethod
+    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+        """Keep a sealed record, once; the store verifies it first.
+
+        Returns when the record has reached `ack`; it goes on to the further tiers by itself.
+
+        Raises:
+            CorruptRecord: The bytes do not match their seal, or the header does not fit the namespace's layout.
+            InvalidRequest: `ack` names a tier that this store does not have.
+
+        If cancelled, the record is either wholly stored or wholly absent.
+        """
+
+    @abstractmethod
+    async def release(self, lease: LeaseId) -> None:
+        """End a lease. Unknown and ended leases are ignored. Never raises `Unavailable`."""
+
+    @abstractmethod
+    async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        """Tell that a record is bad (its checksum failed at the reader): it is quarantined in every tier, not served."""
+
+    @abstractmethod
+    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+        """Plain values for people: tiers with usage and health, leases, queues, counters, version."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release everything. Idempotent."""

@@ -1,0 +1,55 @@
+"""Errors named by what the caller does next; no other exception crosses a public border of `kvstore`.
+
+Normal outcomes (a miss, a full tier, a record that already exists) are values, not errors.
+Messages are lower case, say what was expected and what was seen, and end with `key=value` details.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Closed",
+    "CorruptRecord",
+    "InternalError",
+    "InvalidRequest",
+    "KVStoreError",
+    "Unavailable",
+    "UnsupportedFormat",
+]
+
+
+class KVStoreError(Exception):
+    """Base of all errors that this package raises on purpose.
+
+    Args:
+        message: What was expected and what was seen, in lower case.
+        details: Rendered as ` key=value` behind the message; never secrets.
+    """
+
+    def __init__(self, message: str, **details: object) -> None:
+        self.message = message
+        self.details = details
+        super().__init__(message + "".join(f" {name}={value}" for name, value in details.items()))
+
+
+class Unavailable(KVStoreError):
+    """The backend refused, timed out or is not reachable: retry later, or go on without it."""
+
+
+class InvalidRequest(KVStoreError):
+    """The call itself is wrong: fix the argument, setting or message that the text names."""
+
+
+class CorruptRecord(KVStoreError):
+    """Bytes that do not match their seal: drop them, tell the owner (`discard`), never use them."""
+
+
+class UnsupportedFormat(KVStoreError):
+    """A format or protocol version this release does not know: upgrade, or migrate the data."""
+
+
+class Closed(KVStoreError):
+    """The object was closed before or during the call; make a new one."""
+
+
+class InternalError(KVStoreError):
+    """A broken invariant of our own: a bug to report."""

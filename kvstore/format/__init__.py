@@ -1,0 +1,1 @@
+"""Stored bytes: the record header, sealing and opening, names, manifests. Frozen once released. See docs/formats/."""

@@ -1,0 +1,52 @@
+"""The spelling of names, both ways: `v1/<namespace>/<first 2 hex of prefix>/{<prefix>}.g<group>.s<slice>`.
+
+The braces are the Redis Cluster hash tag: all records of one boundary share a slot, pages spread the load.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+
+__all__ = ["ROOT", "format_name", "manifest_name", "namespace_root", "parse_name"]
+
+ROOT = "v1"
+_NAME = re.compile(
+    r"v1/(?P<namespace>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/\{(?P<prefix>[0-9a-f]{64})\}"
+    r"\.g(?P<group>0|[1-9][0-9]{0,4})\.s(?P<slice>0|[1-9][0-9]{0,4})"
+)
+
+
+def namespace_root(namespace: NamespaceId) -> str:
+    """What all names of a namespace start with, the slash included."""
+    return f"{ROOT}/{namespace.hex()}/"
+
+
+def manifest_name(namespace: NamespaceId) -> str:
+    """The name of a namespace's description."""
+    return f"{namespace_root(namespace)}manifest"
+
+
+def format_name(key: RecordKey) -> str:
+    """The name of a record in every tier."""
+    prefix = key.prefix.hex()
+    return f"{namespace_root(key.namespace)}{prefix[:2]}/{{{prefix}}}.g{key.group}.s{key.slice}"
+
+
+def parse_name(name: str) -> RecordKey:
+    """The inverse of `format_name`.
+
+    Raises:
+        InvalidRequest: Not a name that `format_name` writes.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or match["fan"] != match["prefix"][:2]:
+        raise InvalidRequest("not the name of a record", seen=name[:200])
+    group, slice_ = int(match["group"]), int(match["slice"])
+    if group > 0xFFFF or slice_ > 0xFFFF:
+        raise InvalidRequest("group or slice of a name is out of range", seen=name)
+    return RecordKey(
+        NamespaceId(bytes.fromhex(match["namespace"])), PrefixHash(bytes.fromhex(match["prefix"])), group, slice_
+    )

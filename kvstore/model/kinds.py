@@ -1,0 +1,139 @@
+"""Kinds of cache group: each answers one question, which tokens (or which state) a resume point needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from kvstore.errors import InvalidRequest
+
+__all__ = [
+    "ChunkedLocal",
+    "FullAttention",
+    "GroupKind",
+    "Latent",
+    "Recurrent",
+    "RecordKind",
+    "SlidingWindow",
+    "parse_kind",
+]
+
+
+class RecordKind(IntEnum):
+    """What one record holds; a byte of its header."""
+
+    PAGE = 1
+    TAIL = 2
+    STATE = 3
+
+
+class GroupKind:
+    """Base of the kinds. `needed_from(n)` is the first token whose page bytes resuming at `n` still reads.
+
+    `None` means: not pages at all, but one state exactly at `n`.
+    """
+
+    name: ClassVar[str]
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, int | str]:
+        """The kind as plain values for a namespace description; `parse_kind` reads it back."""
+        return {"kind": self.name}
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention(GroupKind):
+    """Keys and values of every earlier token."""
+
+    name: ClassVar[str] = "full_attention"
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latent(GroupKind):
+    """Multi-head latent attention (MLA): one latent vector of every earlier token."""
+
+    name: ClassVar[str] = "latent"
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(GroupKind):
+    """Keys and values of the last tokens only.
+
+    Attributes:
+        window_tokens: Tokens that one query sees, itself included.
+        extra_tokens: Further earlier tokens that the engine retains, e.g. for speculative decoding.
+    """
+
+    window_tokens: int
+    extra_tokens: int = 0
+    name: ClassVar[str] = "sliding_window"
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        return max(0, resume_tokens - self.window_tokens + 1 - self.extra_tokens)
+
+    def describe(self) -> dict[str, int | str]:
+        return {"kind": self.name, "window_tokens": self.window_tokens, "extra_tokens": self.extra_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocal(GroupKind):
+    """Keys and values since the start of the current chunk.
+
+    Attributes:
+        chunk_tokens: Length of a chunk; at a chunk's start nothing is needed.
+    """
+
+    chunk_tokens: int
+    name: ClassVar[str] = "chunked_local"
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        return resume_tokens // self.chunk_tokens * self.chunk_tokens
+
+    def describe(self) -> dict[str, int | str]:
+        return {"kind": self.name, "chunk_tokens": self.chunk_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent(GroupKind):
+    """Mamba, GDN, short convolution: one state exactly at the resume point."""
+
+    name: ClassVar[str] = "recurrent"
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        return None
+
+
+_KINDS: dict[str, type[GroupKind]] = {
+    kind.name: kind for kind in (FullAttention, Latent, SlidingWindow, ChunkedLocal, Recurrent)
+}
+
+
+def parse_kind(description: dict[str, int | str]) -> GroupKind:
+    """The inverse of `GroupKind.describe`.
+
+    Raises:
+        InvalidRequest: The kind is unknown, or its fields are missing, extra or not positive.
+    """
+    fields = dict(description)
+    name = fields.pop("kind", None)
+    kind = _KINDS.get(str(name))
+    if kind is None:
+        raise InvalidRequest(f"kind of group must be one of {sorted(_KINDS)}", kind=name)
+    if not all(isinstance(value, int) and value >= 0 for value in fields.values()):
+        raise InvalidRequest("fields of a kind must be whole numbers, not negative", kind=name, fields=fields)
+    try:
+        parsed = kind(**fields)
+    except TypeError as error:
+        raise InvalidRequest("fields of a kind are missing or unknown", kind=name, fields=sorted(fields)) from error
+    if any(value == 0 for field, value in fields.items() if field != "extra_tokens"):
+        raise InvalidRequest("window and chunk must be at least one token", kind=name, fields=fields)
+    return parsed

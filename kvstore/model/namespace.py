@@ -1,0 +1,139 @@
+"""A namespace: everything that must be equal for stored bytes to be interchangeable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
+from kvstore.model.kinds import parse_kind
+from kvstore.model.layout import GroupLayout, Layout
+
+__all__ = ["NamespaceDescription", "describe_layout"]
+
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceDescription:
+    """A namespace in words: canonical JSON, so that equal descriptions are equal bytes on every machine.
+
+    `fields["layout"]` must be `{"page_tokens": int, "groups": [{"kind": ..., "num_slices": int, ...}]}`, as
+    `describe_layout` writes it; every other field is free, is only compared, and is stored beside the records so that
+    two namespaces can be explained field by field.
+
+    Attributes:
+        canonical: UTF-8 JSON with sorted keys and no white space.
+        tenant: Who owns the records; the service sets it from the verified credential.
+    """
+
+    canonical: bytes
+    tenant: str = ""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], tenant: str = "") -> NamespaceDescription:
+        """Make a description.
+
+        Raises:
+            InvalidRequest: A value is not plain JSON (floats are refused: their text is not canonical), the layout
+                is missing or wrong, or the whole is over 1 MiB.
+        """
+        _refuse_floats(fields, "")
+        try:
+            canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("a namespace description must be plain JSON", error=error) from error
+        description = cls(canonical, tenant)
+        description.layout()
+        return description
+
+    @classmethod
+    def from_canonical(cls, canonical: bytes, tenant: str = "") -> NamespaceDescription:
+        """Read back what `canonical` holds, e.g. from the wire or a manifest.
+
+        Raises:
+            InvalidRequest: The bytes are not the canonical form of a valid description.
+        """
+        if len(canonical) > _MAX_BYTES:
+            raise InvalidRequest(f"a namespace description has at most {_MAX_BYTES} bytes", seen=len(canonical))
+        try:
+            fields = json.loads(canonical)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest("a namespace description must be JSON") from error
+        if not isinstance(fields, dict):
+            raise InvalidRequest("a namespace description must be a JSON object", seen=type(fields).__name__)
+        description = cls.from_fields(fields, tenant)
+        if description.canonical != canonical:
+            raise InvalidRequest("a namespace description must be in canonical form")
+        return description
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The description as a fresh dictionary."""
+        value: dict[str, Any] = json.loads(self.canonical)
+        return value
+
+    @property
+    def id(self) -> NamespaceId:
+        """The first 16 bytes of SHA-256 over tenant and description, with a length between them."""
+        tenant = self.tenant.encode()
+        digest = hashlib.sha256(b"kvstore namespace v1\0" + len(tenant).to_bytes(4, "little") + tenant + self.canonical)
+        return NamespaceId(digest.digest()[:NAMESPACE_BYTES])
+
+    def layout(self) -> Layout:
+        """The groups and slices that the store checks coverage against.
+
+        Raises:
+            InvalidRequest: `fields["layout"]` is missing or not a valid layout.
+        """
+        layout = self.fields.get("layout")
+        try:
+            page_tokens, groups = layout["page_tokens"], layout["groups"]  # type: ignore[index]
+            parsed = tuple(
+                GroupLayout(
+                    parse_kind({k: v for k, v in group.items() if k in _KIND_FIELDS}),
+                    _whole(group["num_slices"]),
+                )
+                for group in groups
+            )
+            return Layout(_whole(page_tokens), parsed)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InvalidRequest("layout must be an object with page_tokens and groups", field="layout") from error
+
+
+_KIND_FIELDS = ("kind", "window_tokens", "extra_tokens", "chunk_tokens")
+
+
+def describe_layout(layout: Layout, notes: tuple[Mapping[str, Any], ...] | None = None) -> dict[str, Any]:
+    """The `layout` field for a description; `notes` adds one mapping of further facts (shapes, layers) per group."""
+    notes = notes or tuple({} for _ in layout.groups)
+    return {
+        "page_tokens": layout.page_tokens,
+        "groups": [
+            {**note, **group.kind.describe(), "num_slices": group.num_slices}
+            for group, note in zip(layout.groups, notes, strict=True)
+        ],
+    }
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest("expected a whole number in layout", seen=value)
+    return value
+
+
+def _refuse_floats(value: object, path: str) -> None:
+    if isinstance(value, float):
+        raise InvalidRequest("a namespace description holds no floats: write them as text", field=path, seen=value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidRequest("keys of a namespace description are text", field=path, seen=key)
+            _refuse_floats(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _refuse_floats(item, f"{path}[{index}]")

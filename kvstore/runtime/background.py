@@ -1,0 +1,61 @@
+"""Owners of background tasks: every task has one, and none outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from kvstore.errors import Closed
+
+__all__ = ["Background"]
+
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """A set of named tasks that end with their owner.
+
+    A task that raises is logged with its traceback and counted in `failures`; it never takes its siblings down.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self.failures = 0
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Start `work` now.
+
+        Raises:
+            Closed: The owner is closed; `work` was not started.
+        """
+        if self._closed:
+            work.close()
+            raise Closed("the owner of background tasks is closed", owner=self._owner, task=name)
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}:{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures += 1
+            _log.error("background task failed task=%s", task.get_name(), exc_info=error)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def aclose(self) -> None:
+        """Cancel every task and wait until all have ended. Idempotent.
+
+        A task that calls this on its own owner is left running: it ends when it returns.
+        """
+        self._closed = True
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

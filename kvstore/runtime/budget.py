@@ -1,0 +1,84 @@
+"""Byte budgets: whoever holds bytes holds a receipt for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from kvstore.errors import InternalError, InvalidRequest
+
+__all__ = ["ByteBudget", "Grant"]
+
+
+@dataclass(eq=False, slots=True)
+class Grant:
+    """A receipt for `num_bytes` of a budget; give it back exactly once with `ByteBudget.give_back`."""
+
+    num_bytes: int
+    returned: bool = False
+
+
+class ByteBudget:
+    """At most `limit_bytes` granted at a time, first come first served."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        if limit_bytes <= 0:
+            raise InvalidRequest("a byte budget must be positive", limit_bytes=limit_bytes)
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._waiters: deque[tuple[int, asyncio.Future[Grant]]] = deque()
+
+    def try_take(self, num_bytes: int) -> Grant | None:
+        """Grant now, or `None`: it never overtakes somebody who waits."""
+        if self._waiters or self.used_bytes + num_bytes > self.limit_bytes:
+            return None
+        self.used_bytes += num_bytes
+        return Grant(num_bytes)
+
+    async def take(self, num_bytes: int) -> Grant:
+        """Wait until `num_bytes` are free.
+
+        Raises:
+            InvalidRequest: More than the whole budget was asked for; it would wait for ever.
+
+        If cancelled, nothing stays granted.
+        """
+        if num_bytes > self.limit_bytes:
+            raise InvalidRequest("asked for more than the whole budget", asked=num_bytes, limit_bytes=self.limit_bytes)
+        if (grant := self.try_take(num_bytes)) is not None:
+            return grant
+        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        waiter = (num_bytes, future)
+        self._waiters.append(waiter)
+        try:
+            return await future
+        except BaseException:
+            if future.done() and not future.cancelled():
+                self.give_back(future.result())
+            else:
+                self._waiters.remove(waiter)
+                self._wake()
+            raise
+
+    def give_back(self, grant: Grant) -> None:
+        """Return a grant's bytes and wake whoever fits now."""
+        if grant.returned:
+            raise InternalError("a byte grant was given back twice", num_bytes=grant.num_bytes)
+        grant.returned = True
+        self.used_bytes -= grant.num_bytes
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters:
+            num_bytes, future = self._waiters[0]
+            if future.done():
+                if future.cancelled():  # its owner removes the entry itself; look no further until it did
+                    return
+                self._waiters.popleft()
+                continue
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return
+            self._waiters.popleft()
+            self.used_bytes += num_bytes
+            future.set_result(Grant(num_bytes))

@@ -1,0 +1,33 @@
+"""The only source of time, so that tests and simulations can own it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """Two kinds of time: one to measure with, one to write down."""
+
+    def monotonic_s(self) -> float:
+        """Seconds on a clock that never jumps; only differences have meaning."""
+        ...
+
+    def wall_ms(self) -> int:
+        """Milliseconds since the Unix epoch; may jump, never used for a deadline."""
+        ...
+
+
+class SystemClock:
+    """The operating system's clocks."""
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+    def wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+SYSTEM_CLOCK: Clock = SystemClock()

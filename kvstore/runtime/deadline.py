@@ -1,0 +1,57 @@
+"""A point in time after which an answer is of no use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvstore.errors import Unavailable
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+
+__all__ = ["Deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point on the monotonic clock, handed down unchanged through all layers of one call.
+
+    Attributes:
+        at_s: The point, on `clock`.
+        clock: The clock that `at_s` is read on.
+    """
+
+    at_s: float
+    clock: Clock = SYSTEM_CLOCK
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock = SYSTEM_CLOCK) -> Deadline:
+        """The point `seconds` from now."""
+        return cls(clock.monotonic_s() + seconds, clock)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, never below zero."""
+        return max(0.0, self.at_s - self.clock.monotonic_s())
+
+    @property
+    def expired(self) -> bool:
+        return self.remaining_s <= 0.0
+
+    def earlier(self, seconds: float) -> Deadline:
+        """This deadline or `seconds` from now, whichever comes first."""
+        return Deadline(min(self.at_s, self.clock.monotonic_s() + seconds), self.clock)
+
+    @asynccontextmanager
+    async def scope(self, what: str) -> AsyncIterator[None]:
+        """Run a block that is cancelled at the deadline.
+
+        Raises:
+            Unavailable: The block was still running at the deadline; `what` names it.
+        """
+        try:
+            async with asyncio.timeout(self.remaining_s):
+                yield
+        except TimeoutError as error:
+            raise Unavailable(f"{what} did not end before its deadline") from error

@@ -1,0 +1,56 @@
+"""One piece of work for any number of concurrent askers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
+
+from kvstore.runtime.background import Background
+
+__all__ = ["SingleFlight"]
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class SingleFlight(Generic[Key, Value]):
+    """Runs one task per key at a time; everybody who asks meanwhile gets its outcome."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._flights: dict[Key, _Flight[Value]] = {}
+
+    async def run(self, key: Key, work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+        """Return the outcome of the running flight for `key`, or start `work` as that flight.
+
+        If cancelled, the flight goes on while others wait for it and is cancelled when nobody does.
+        """
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = _Flight(self._background.spawn(work(), "flight"))
+            self._flights[key] = flight
+            flight.task.add_done_callback(lambda _: self._forget(key, flight))
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if flight.waiters == 0 and not flight.task.done():
+                self._forget(key, flight)
+                flight.task.cancel()
+
+    def _forget(self, key: Key, flight: _Flight[Value]) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+
+class _Flight(Generic[Value]):
+    __slots__ = ("task", "waiters")
+
+    def __init__(self, task: asyncio.Task[Value]) -> None:
+        self.task = task
+        self.waiters = 0

@@ -1,0 +1,122 @@
+"""A tier: a place that stores records by name and knows no policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["Entry", "PutOutcome", "Tier", "TierUsage"]
+
+
+class PutOutcome(Enum):
+    """What became of a put; all of them are normal."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record as a tier lists it.
+
+    Attributes:
+        key: The record's key, parsed from its name.
+        num_bytes: Bytes of the record, header included.
+    """
+
+    key: RecordKey
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """What a tier holds.
+
+    Attributes:
+        num_records: Records, or `None` where counting would mean a scan.
+        used_bytes: Bytes of records, or `None` likewise.
+        limit_bytes: The budget, or `None` for no bound of ours.
+        num_quarantined: Corrupt records put aside since the tier was opened.
+    """
+
+    num_records: int | None
+    used_bytes: int | None
+    limit_bytes: int | None
+    num_quarantined: int = 0
+
+
+class Tier(ABC):
+    """Stores sealed records by name, once each.
+
+    The caller guarantees that a record it puts was verified. The tier guarantees that what `get` returns was verified
+    against its seal and its key *after* it left the medium: anything else is quarantined, counted and answered as a miss.
+
+    Every method raises `Unavailable` at its deadline or when the medium refuses, `Closed` after `aclose`; no
+    foreign exception crosses this border. Busy or unreachable is never answered as "missing".
+    """
+
+    name: str
+    """Short and stable: `memory`, `filesystem`, `redis`, `s3`; shown in metrics and answers."""
+
+    @abstractmethod
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        """For each key the record's bytes where known (header included, 0 when present but unknown), `None` if absent.
+
+        One round trip for any number of keys where the medium can.
+        """
+
+    @abstractmethod
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        """Return the verified record, or `None`: absent, incomplete or just quarantined.
+
+        Args:
+            key: What to read.
+            deadline: When to give up.
+            allocate: Returns a writable buffer of the given size to receive into; by default a fresh `bytearray`.
+
+        If cancelled, a buffer from `allocate` may still be written to: drop it, never use it again.
+        """
+
+    @abstractmethod
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """Store the record under its name, once; `EXISTS` writes nothing, `FULL` stores nothing.
+
+        If cancelled, the record is either wholly stored or wholly absent for every reader.
+        """
+
+    @abstractmethod
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        """Remove a record. False: it was not there."""
+
+    @abstractmethod
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        """Put a record out of every reader's reach and keep its bytes where the medium allows. Absent: nothing."""
+
+    @abstractmethod
+    def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        """Yield what is stored, in no order; records put or deleted meanwhile may or may not be seen."""
+
+    @abstractmethod
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        """Keep a namespace's description beside its records. Idempotent."""
+
+    @abstractmethod
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """Return what `put_manifest` kept, or `None`."""
+
+    @abstractmethod
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        """Say what is held, cheaply."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release connections, files and buffers. Idempotent."""
