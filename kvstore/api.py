@@ -1,4 +1,6 @@
-"""The one contract between whoever has pages and whoever keeps them: `TieredStore` in the service, `RemoteStore` in a client.
+"""The one contract between whoever has pages and whoever keeps them.
+
+`TieredStore` fulfils it in the service, `RemoteStore` in a client.
 
 Reading order: `PrefixQuery`, `PageStore`, then the outcomes.
 """
@@ -198,7 +200,7 @@ class PageStore(ABC):
 
     @abstractmethod
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        """Tell that a record is bad (its checksum failed at the reader): it is quarantined in every tier, not served."""
+        """Tell that a record is bad (its checksum failed at the reader): every tier quarantines it, none serves it."""
 
     @abstractmethod
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:

@@ -1,4 +1,7 @@
-"""The 192-byte header of record format v1. Frozen: the table is docs/formats/record-v1.md, golden files are in tests/golden/."""
+"""The 192-byte header of record format v1.
+
+Frozen: the table is docs/formats/record-v1.md, golden files are in tests/golden/.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,8 @@ class HeaderV1:
                 _FIELDS.pack(
                     MAGIC, VERSION, HEADER_BYTES, _ZERO_CHECKSUM, self.payload_checksum, key.namespace, key.prefix,
                     key.group, key.slice, self.kind, 0, self.codec_chain, self.span.start, self.span.stop,
-                    self.decoded_bytes, self.payload_bytes, self.created_ms, self.key_id, self.nonce, self.tag, _RESERVED,
+                    self.decoded_bytes, self.payload_bytes, self.created_ms, self.key_id, self.nonce, self.tag,
+                    _RESERVED,
                 )
             )  # fmt: skip
         except struct.error as error:

@@ -1,12 +1,12 @@
 """Which prefix can be resumed from the records that are there. Pure, and the heart of the store.
 
 The words: a prefix is cut into *cells* of `page_tokens`. A boundary that ends a cell may have a page, a boundary inside
-a cell a tail, and either is a record that spans its cell from the start to the boundary. A recurrent group has a state at
-a boundary instead. A resume point `n` is usable when every group agrees:
+a cell a tail, and either is a record that spans its cell from the start to the boundary. A recurrent group has a state
+at a boundary instead. A resume point `n` is usable when every group agrees:
 
 - a paged group, when every cell between the first token its kind still reads (`GroupKind.needed_from`) and `n` has a
-  record that reaches `n` or the cell's end. The record may reach *past* `n`: its tokens are known to be equal, since its
-  boundary hash is one of the prompt's own, and a reader uses the part below `n`;
+  record that reaches `n` or the cell's end. The record may reach *past* `n`: its tokens are known to be equal, since
+  its boundary hash is one of the prompt's own, and a reader uses the part below `n`;
 - a recurrent group, when there is a state exactly at `n`.
 
 Tokens below `local_tokens` are in the engine's own cache already, so pages are not needed there.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import GroupLayout, Layout
@@ -67,7 +68,9 @@ def longest_resumable(
     readers = [
         _StateReader(boundary_tokens, groups_present, index)
         if group.is_state
-        else _PageReader(group, layout.page_tokens, boundary_tokens, groups_present, index, local_tokens)
+        else _PageReader(
+            group, layout.page_tokens, boundary_tokens, groups_present, index=index, local_tokens=local_tokens
+        )
         for index, group in enumerate(layout.groups)
     ]
     furthest = min((boundary_tokens[-1] if boundary_tokens else 0), cap_tokens)
@@ -143,6 +146,7 @@ class _PageReader:
         page_tokens: int,
         boundary_tokens: Sequence[int],
         groups_present: Sequence[int],
+        *,
         index: int,
         local_tokens: int,
     ) -> None:
@@ -179,5 +183,5 @@ def _check(boundary_tokens: Sequence[int], groups_present: Sequence[int]) -> Non
         raise InvalidRequest(
             "each boundary needs its presence", seen=len(groups_present), expected=len(boundary_tokens)
         )
-    if any(a >= b for a, b in zip(boundary_tokens, boundary_tokens[1:], strict=False)) or boundary_tokens[:1] == [0]:
+    if any(later <= earlier for earlier, later in pairwise((0, *boundary_tokens))):
         raise InvalidRequest("boundaries must ascend from above zero")

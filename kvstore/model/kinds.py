@@ -13,8 +13,8 @@ __all__ = [
     "FullAttention",
     "GroupKind",
     "Latent",
-    "Recurrent",
     "RecordKind",
+    "Recurrent",
     "SlidingWindow",
     "parse_kind",
 ]

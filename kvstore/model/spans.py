@@ -9,7 +9,7 @@ __all__ = ["Span", "cell_of", "span_ending_at"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` (inclusive) to `stop` (exclusive). A recurrent state has `start == stop`: it is *at* a boundary."""
+    """Tokens `start` (inclusive) to `stop` (exclusive). A recurrent state has `start == stop`: it is at a boundary."""
 
     start: int
     stop: int

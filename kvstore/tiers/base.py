@@ -56,7 +56,7 @@ class Tier(ABC):
     """Stores sealed records by name, once each.
 
     The caller guarantees that a record it puts was verified. The tier guarantees that what `get` returns was verified
-    against its seal and its key *after* it left the medium: anything else is quarantined, counted and answered as a miss.
+    against its seal and its key *after* it left the medium: anything else is quarantined, counted, answered as a miss.
 
     Every method raises `Unavailable` at its deadline or when the medium refuses, `Closed` after `aclose`; no
     foreign exception crosses this border. Busy or unreachable is never answered as "missing".
