@@ -1,0 +1,36 @@
+"""Sealed records for tests: seeded bytes, so that a failure repeats."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, seal
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.kinds import RecordKind
+from kvstore.model.spans import Span
+
+__all__ = ["NAMESPACE", "make_key", "make_record"]
+
+NAMESPACE = NamespaceId(hashlib.sha256(b"namespace of the tests").digest()[:16])
+
+
+def make_key(number: int, *, group: int = 0, slice_: int = 0, namespace: NamespaceId = NAMESPACE) -> RecordKey:
+    """A key that depends on `number` alone."""
+    prefix = PrefixHash(hashlib.sha256(f"prefix {number}".encode()).digest())
+    return RecordKey(namespace, prefix, group, slice_)
+
+
+def make_record(key: RecordKey | int, payload_bytes: int = 1000, *, seed: int = 0) -> Record:
+    """A sealed page of random bytes under `key` (or `make_key(key)`); another `seed` gives other bytes."""
+    if isinstance(key, int):
+        key = make_key(key)
+    digest = hashlib.sha256(
+        key.prefix + bytes([key.group % 256, key.slice % 256]) + seed.to_bytes(8, "little")
+    ).digest()
+    generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+    data = bytearray(HEADER_BYTES) + bytearray(generator.bytes(payload_bytes))
+    header = HeaderV1(key, RecordKind.PAGE, Span(0, 256), 0, payload_bytes, 0, bytes(16), created_ms=1_700_000_000_000)
+    return seal(header, data)

@@ -1,0 +1,236 @@
+"""Records in this process's memory: a byte budget, least recently used first out, pins for leases."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import Closed, InternalError, InvalidRequest
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.verify import check_deadline, open_off_loop
+
+__all__ = ["RECORD_OVERHEAD_BYTES", "MemoryTier", "Pin"]
+
+RECORD_OVERHEAD_BYTES = 1024
+"""What a record costs beside its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
+
+_log = logging.getLogger(__name__)
+
+_MANIFESTS_MAX = 1024
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """One record in place.
+
+    Attributes:
+        record: The record itself.
+        cost_bytes: What it is charged.
+        num_pins: Pins that hold it; above zero it is not evicted.
+        removed: Deleted while pinned: no reader finds it, but the bytes live on until the last pin ends.
+    """
+
+    record: Record
+    cost_bytes: int
+    num_pins: int = 0
+    removed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Pin:
+    """A receipt for pinned records; give it back exactly once with `MemoryTier.unpin`."""
+
+    _slots: tuple[_Slot, ...]
+    _returned: bool = False
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The pinned records, in the order that they were asked for."""
+        return tuple(slot.record for slot in self._slots)
+
+
+class MemoryTier(Tier):
+    """Keeps `Record` objects themselves: a put copies nothing, a get returns the same immutable object.
+
+    The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods stand on it.
+    All methods belong to one event loop's thread. `allocate` is not called: there are no bytes to move.
+
+    Args:
+        budget_bytes: Limit for headers, payloads and `RECORD_OVERHEAD_BYTES` per record.
+        name: Shown in metrics and answers.
+    """
+
+    def __init__(self, budget_bytes: int, *, name: str = "memory") -> None:
+        if budget_bytes <= 0:
+            raise InvalidRequest("the memory tier's budget must be positive", budget_bytes=budget_bytes)
+        self.name = name
+        self.limit_bytes = budget_bytes
+        self.used_bytes = 0
+        self.pinned_bytes = 0
+        self.num_evicted = 0
+        self.num_quarantined = 0
+        self._slots: dict[RecordKey, _Slot] = {}
+        self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
+        self._manifests: OrderedDict[NamespaceId, bytes] = OrderedDict()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: RecordKey) -> bool:
+        return key in self._slots
+
+    def peek(self, key: RecordKey) -> Record | None:
+        """Return the record and mark it used, without verifying its payload again."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return None
+        if slot.num_pins == 0:
+            self._idle.move_to_end(key)
+        return slot.record
+
+    def insert(self, record: Record) -> PutOutcome:
+        """Keep a record (not a copy), evicting the least recently used ones that are not pinned.
+
+        `FULL`: it would not fit even with everything evicted that may be; then nothing is evicted.
+
+        Raises:
+            Closed: The tier is closed.
+        """
+        self._check_open()
+        if record.key in self._slots:
+            return PutOutcome.EXISTS
+        cost_bytes = record.num_bytes + RECORD_OVERHEAD_BYTES
+        if self.pinned_bytes + cost_bytes > self.limit_bytes:
+            return PutOutcome.FULL
+        while self.used_bytes + cost_bytes > self.limit_bytes:
+            key, _ = next(iter(self._idle.items()))
+            self.remove(key)
+            self.num_evicted += 1
+        slot = _Slot(record, cost_bytes)
+        self._slots[record.key] = self._idle[record.key] = slot
+        self.used_bytes += cost_bytes
+        return PutOutcome.STORED
+
+    def pin(self, keys: Iterable[RecordKey]) -> Pin | None:
+        """Pin all of `keys` or none: `None` when one is absent. Pins add up; a key given twice is pinned twice."""
+        slots: list[_Slot] = []
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None:
+                return None
+            slots.append(slot)
+        for slot in slots:
+            slot.num_pins += 1
+            if slot.num_pins == 1:
+                del self._idle[slot.record.key]
+                self.pinned_bytes += slot.cost_bytes
+        return Pin(tuple(slots))
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; its records may be evicted again, the most recently unpinned last.
+
+        Raises:
+            InternalError: The pin was given back before.
+        """
+        if pin._returned:
+            raise InternalError("a pin was given back twice", num_records=len(pin._slots))
+        pin._returned = True
+        for slot in pin._slots:
+            slot.num_pins -= 1
+            if slot.num_pins > 0:
+                continue
+            self.pinned_bytes -= slot.cost_bytes
+            if slot.removed:
+                self.used_bytes -= slot.cost_bytes
+            else:
+                self._idle[slot.record.key] = slot
+
+    def remove(self, key: RecordKey) -> bool:
+        """Put a record out of every new reader's reach; whoever pinned it still holds its bytes. False: not there."""
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return False
+        if slot.num_pins > 0:
+            slot.removed = True
+        else:
+            del self._idle[key]
+            self.used_bytes -= slot.cost_bytes
+        return True
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        self._check(deadline)
+        slots = (self._slots.get(key) for key in keys)
+        return [None if slot is None else slot.record.num_bytes for slot in slots]
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        self._check(deadline)
+        record = self.peek(key)
+        if record is None:
+            return None
+        async with deadline.scope("verifying a record in memory"):
+            opened = await open_off_loop(record.data, key)
+        if not isinstance(opened, str):
+            return record
+        slot = self._slots.get(key)
+        if slot is not None and slot.record is record:  # not another one that was put here meanwhile
+            await self.quarantine(key, opened, deadline=deadline)
+        return None
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self._check(deadline)
+        return self.insert(record)
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        self._check(deadline)
+        return self.remove(key)
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        """Drop the record and count it: a budget for readable records is no place to keep damaged ones."""
+        self._check_open()
+        if self.remove(key):
+            self.num_quarantined += 1
+            _log.warning("record quarantined tier=%s key=%s reason=%s", self.name, key, reason)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        self._check_open()
+        entries = [Entry(key, slot.record.num_bytes) for key, slot in self._slots.items()]
+        for entry in entries:
+            if namespace is None or entry.key.namespace == namespace:
+                yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        self._check(deadline)
+        self._manifests[namespace] = bytes(manifest)
+        self._manifests.move_to_end(namespace)
+        while len(self._manifests) > _MANIFESTS_MAX:
+            self._manifests.popitem(last=False)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        self._check(deadline)
+        return self._manifests.get(namespace)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        self._check(deadline)
+        return TierUsage(len(self._slots), self.used_bytes, self.limit_bytes, self.num_quarantined)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for key in list(self._slots):
+            self.remove(key)
+        self._manifests.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the tier is closed", tier=self.name)
+
+    def _check(self, deadline: Deadline) -> None:
+        self._check_open()
+        check_deadline(deadline, self.name)
