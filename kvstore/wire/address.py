@@ -1,0 +1,93 @@
+"""Where a service listens and where a client finds it: `unix:/path` or `tcp://host:port`. One grammar for both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvstore.errors import InvalidRequest
+
+__all__ = ["Address", "TcpAddress", "UnixAddress", "parse_address"]
+
+UNIX_PATH_BYTES_MAX = 107
+"""Linux keeps a socket's path in 108 bytes, the closing zero included."""
+
+_GRAMMAR = "unix:/path or tcp://host:port"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A Unix stream socket.
+
+    Attributes:
+        path: Absolute path of the socket file.
+    """
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A TCP port.
+
+    Attributes:
+        host: A name or a literal address, IPv6 without brackets.
+        port: 0 to 65535; 0 means any free port, for a listener only.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse_address(text: str) -> Address:
+    """Read an address; `str(address)` writes it back.
+
+    Raises:
+        InvalidRequest: Not an address; the message says what was expected.
+    """
+    if text.startswith("unix:"):
+        return _parse_unix(text)
+    if text.startswith("tcp://"):
+        return _parse_tcp(text)
+    raise InvalidRequest(f"an address is {_GRAMMAR}", seen=repr(text))
+
+
+def _parse_unix(text: str) -> UnixAddress:
+    path = text.removeprefix("unix:")
+    if path.startswith("//"):  # unix:///run/x.sock, as other programs spell it
+        path = path[2:]
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise InvalidRequest(
+            "a Unix address is unix: and an absolute path, like unix:/run/kvstore.sock", seen=repr(text)
+        )
+    if (num_bytes := len(path.encode())) > UNIX_PATH_BYTES_MAX:
+        raise InvalidRequest(
+            f"the path of a Unix socket has at most {UNIX_PATH_BYTES_MAX} bytes: choose a shorter one",
+            seen=num_bytes,
+            path=path,
+        )
+    return UnixAddress(path)
+
+
+def _parse_tcp(text: str) -> TcpAddress:
+    expected = "a TCP address is tcp://host:port, like tcp://10.0.0.7:7079"
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidRequest(expected, seen=repr(text)) from error
+    if parts.username is not None or parts.password is not None:
+        raise InvalidRequest("a TCP address carries no password: name a file in token_file instead")
+    if not host or port is None or parts.path or parts.query or parts.fragment:
+        raise InvalidRequest(expected, seen=repr(text))
+    return TcpAddress(host, port)
