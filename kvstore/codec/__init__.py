@@ -1,0 +1,27 @@
+"""Canonical bytes to stored payloads and back, lossless; a pool of threads to do it in. No torch. See README.md."""
+
+from kvstore.codec.chains import (
+    CHAINS,
+    PLANES2,
+    PLANES4,
+    RAW,
+    ZSTD,
+    Encoded,
+    chain_for_element_bytes,
+    decode_into,
+    encode,
+    max_payload_bytes,
+)
+
+__all__ = [
+    "CHAINS",
+    "PLANES2",
+    "PLANES4",
+    "RAW",
+    "ZSTD",
+    "Encoded",
+    "chain_for_element_bytes",
+    "decode_into",
+    "encode",
+    "max_payload_bytes",
+]

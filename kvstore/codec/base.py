@@ -1,0 +1,78 @@
+"""What a codec chain is: a lossless way from canonical bytes to a payload and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest
+
+__all__ = ["Buffer", "ByteArray", "Chain", "as_bytes", "as_writable_bytes", "words"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+ByteArray: TypeAlias = NDArray[np.uint8]
+
+
+class Chain(ABC):
+    """One codec chain. Stateless, safe from any thread, deterministic, bit-exact.
+
+    Attributes:
+        id: What record headers call it; an id never changes its meaning.
+        name: For people.
+    """
+
+    id: ClassVar[int]
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, source: ByteArray, target: ByteArray) -> int | None:
+        """Write the payload of `source` to the start of `target` and return its bytes.
+
+        Args:
+            source: Canonical bytes.
+            target: As long as `source`. Bytes behind the payload are undefined afterwards.
+
+        Returns:
+            Payload bytes, or `None`: this chain cannot take `source`, or gains too little to be worth decoding.
+        """
+
+    @abstractmethod
+    def decode_into(self, payload: ByteArray, target: ByteArray) -> None:
+        """Write the canonical bytes to `target`, all of it.
+
+        Allocates no more than the size of `target`, whatever the payload says.
+
+        Raises:
+            CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.
+        """
+
+
+def as_bytes(buffer: Buffer) -> ByteArray:
+    """The buffer's bytes as an array over the same memory.
+
+    Raises:
+        InvalidRequest: The buffer is not contiguous.
+    """
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise InvalidRequest("a codec needs contiguous bytes", strides=view.strides)
+    return np.frombuffer(view.cast("B"), np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def as_writable_bytes(buffer: bytearray | memoryview) -> ByteArray:
+    """As `as_bytes`, for a buffer to write to.
+
+    Raises:
+        InvalidRequest: The buffer is read-only or not contiguous.
+    """
+    if memoryview(buffer).readonly:
+        raise InvalidRequest("a codec's target must be writable")
+    return as_bytes(buffer)
+
+
+def words(data: ByteArray, width: int) -> NDArray[Any]:
+    """The bytes as little-endian unsigned words over the same memory, at any alignment."""
+    return data.view(f"<u{width}")

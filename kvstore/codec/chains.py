@@ -1,0 +1,114 @@
+"""The codec chains by id, and the calls that the engine's side makes.
+
+buffer = bytearray(HEADER_BYTES + max_payload_bytes(page_bytes))
+encoded = encode(chain, page, memoryview(buffer)[HEADER_BYTES:])
+record = seal(header_with(encoded.chain), memoryview(buffer)[: HEADER_BYTES + encoded.payload_bytes])
+...
+decode_into(record.header.codec_chain, record.payload, pinned_page)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.codec.base import Buffer, Chain, as_bytes, as_writable_bytes
+from kvstore.codec.planes import Planes2, Planes4
+from kvstore.codec.raw import Raw
+from kvstore.codec.zstd import Zstd
+from kvstore.errors import InvalidRequest, UnsupportedFormat
+
+__all__ = [
+    "CHAINS",
+    "PLANES2",
+    "PLANES4",
+    "RAW",
+    "ZSTD",
+    "Encoded",
+    "chain_for_element_bytes",
+    "decode_into",
+    "encode",
+    "max_payload_bytes",
+]
+
+CHAINS: dict[int, Chain] = {chain.id: chain for chain in (Raw(), Planes2(), Planes4(), Zstd())}
+
+RAW = Raw.id
+PLANES2 = Planes2.id
+PLANES4 = Planes4.id
+ZSTD = Zstd.id
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What became of canonical bytes.
+
+    Attributes:
+        chain: Id of the chain really used: the one asked for, or `RAW` where that gained under 5%.
+        payload_bytes: Bytes written to the target.
+    """
+
+    chain: int
+    payload_bytes: int
+
+
+def chain_for_element_bytes(element_bytes: int) -> int:
+    """The chain that suits elements of a size: planes for 2 and 4 bytes, zstd for 1 (fp8, int8), else raw."""
+    return {1: ZSTD, 2: PLANES2, 4: PLANES4}.get(element_bytes, RAW)
+
+
+def max_payload_bytes(decoded_bytes: int) -> int:
+    """Room that `encode` needs for its target, whatever the chain: a payload is never larger than what it holds."""
+    return decoded_bytes
+
+
+def encode(chain: int, source: Buffer, target: bytearray | memoryview) -> Encoded:
+    """Write the payload of `source` to the start of `target`, without a further copy of it.
+
+    The same source makes the same payload within one release; what is decoded is equal in all.
+
+    Args:
+        chain: A known chain id, e.g. from `chain_for_element_bytes`.
+        source: Canonical bytes, contiguous. Bytes that already stand where their payload should need no `encode`
+            for `RAW`: seal them there.
+        target: Writable, contiguous, at least `max_payload_bytes(len(source))` long, not overlapping `source`.
+            Bytes behind the payload are undefined afterwards.
+
+    Raises:
+        InvalidRequest: Unknown chain, or the target is too small or read-only.
+    """
+    if chain not in CHAINS:
+        raise InvalidRequest(f"codec chain must be one of {sorted(CHAINS)}", chain=chain)
+    source_bytes, target_bytes = as_bytes(source), as_writable_bytes(target)
+    if target_bytes.size < max_payload_bytes(source_bytes.size):
+        raise InvalidRequest(
+            "target is too small for the payload",
+            expected=max_payload_bytes(source_bytes.size),
+            seen=target_bytes.size,
+        )
+    for candidate in (chain, RAW):
+        payload_bytes = CHAINS[candidate].encode(source_bytes, target_bytes[: source_bytes.size])
+        if payload_bytes is not None:
+            return Encoded(candidate, payload_bytes)
+    raise AssertionError("the raw chain takes everything")
+
+
+def decode_into(chain: int, payload: Buffer, target: bytearray | memoryview) -> None:
+    """Write the canonical bytes of `payload` to `target`, all of it, without a copy in between.
+
+    Allocates at most the size of `target` (a plane's scratch, kept per thread), whatever the payload says of itself.
+    The caller sizes `target` by what it expects, never by an unchecked header.
+
+    Args:
+        chain: `codec_chain` of the record's header.
+        payload: The stored payload, verified.
+        target: Writable, contiguous, exactly the decoded size.
+
+    Raises:
+        CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.
+        UnsupportedFormat: A chain this release does not know.
+        InvalidRequest: `target` is read-only or not contiguous.
+    """
+    known = CHAINS.get(chain)
+    if known is None:
+        raise UnsupportedFormat("payload has an unknown codec chain", expected=sorted(CHAINS), seen=chain)
+    known.decode_into(as_bytes(payload), as_writable_bytes(target))
