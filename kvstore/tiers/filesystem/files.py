@@ -1,0 +1,281 @@
+"""Blocking calls on record files. Every method may run in any thread; the filesystem's own atomicity is the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.names import ROOT, format_name, manifest_name, parse_name
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.filesystem.failures import is_full, unavailable
+from kvstore.tiers.verify import open_or_reason
+
+__all__ = ["Fsync", "RecordFiles"]
+
+_log = logging.getLogger(__name__)
+
+Fsync = Literal["none", "data"]
+"""`none`: an acknowledged record may be lost or cut short by a power failure; its checksums turn that into a miss.
+`data`: fdatasync before a record gets its name; an acknowledged record's bytes survive, at a disk flush per record
+(about 1 ms on NVMe, 10 ms on a disk). Directories are never synced: a lost name is a miss too."""
+
+_QUARANTINE_FILES_MAX = 64
+_QUARANTINE_BYTES_MAX = 256 << 20
+
+
+class RecordFiles:
+    """The files of one directory.
+
+    Args:
+        root: Made if absent, readable by its owner only.
+        fsync: See `Fsync`.
+    """
+
+    def __init__(self, root: Path, fsync: Fsync = "none") -> None:
+        if fsync not in ("none", "data"):
+            raise InvalidRequest("fsync must be 'none' or 'data'", seen=fsync)
+        self.root = root
+        self.num_quarantined = 0
+        self._fsync = fsync
+        self._temp = root / "tmp"
+        self._quarantine = root / "quarantine"
+        self._numbers = itertools.count()
+        self._lock_fd: int | None = None
+
+    def open(self) -> None:
+        """Make the directories, take the lock, and remove what an earlier owner left half written.
+
+        Raises:
+            Unavailable: Another process owns the directory, or it cannot be used.
+        """
+        try:
+            for folder in (self.root, self._temp, self._quarantine, self.root / ROOT):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_fd = _lock(self.root / "LOCK")
+            for leftover in self._temp.glob("*.tmp"):
+                leftover.unlink(missing_ok=True)
+        except OSError as error:
+            raise unavailable(error, "open the directory", self.root) from error
+
+    def recover(self) -> list[tuple[RecordKey, int]]:
+        """Every whole record with its bytes, oldest file first. A record of the wrong size is quarantined."""
+        found: list[tuple[int, RecordKey, int]] = []
+        try:
+            for path in self._candidates():
+                try:
+                    key = parse_name(str(path.relative_to(self.root)))
+                except InvalidRequest:
+                    _log.debug("not a record, left alone path=%s", path)
+                    continue
+                with path.open("rb", buffering=0) as file:
+                    status = os.fstat(file.fileno())
+                    head = file.read(HEADER_BYTES)
+                reason = _damage(head, status.st_size, key)
+                if reason is None:
+                    found.append((status.st_mtime_ns, key, status.st_size))
+                else:
+                    self.quarantine(key, reason)
+        except OSError as error:
+            raise unavailable(error, "read the directory", self.root) from error
+        found.sort()
+        return [(key, num_bytes) for _, key, num_bytes in found]
+
+    def _candidates(self) -> Iterator[Path]:
+        for folder, folders, names in os.walk(self.root / ROOT, followlinks=False):
+            folders.sort()
+            for name in names:
+                path = Path(folder, name)
+                if path.is_file() and not path.is_symlink() and name != "manifest":
+                    yield path
+
+    def close(self) -> None:
+        """Give the directory free for another owner. Idempotent."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def write(self, record: Record, victims: Iterable[RecordKey]) -> tuple[PutOutcome, int]:
+        """Remove `victims`, then store `record` unless its name is taken.
+
+        Returns:
+            The outcome, and the bytes of the file that stands under the name now (0: none).
+        """
+        for victim in victims:
+            self.remove(victim)
+        path = self._path(record.key)
+        temp = self._new_temp()
+        try:
+            self._write_temp(temp, record.data)
+            self._link(temp, path)
+            return PutOutcome.STORED, record.num_bytes
+        except FileExistsError:
+            return PutOutcome.EXISTS, self._size(path)
+        except OSError as error:
+            if is_full(error):
+                return PutOutcome.FULL, 0
+            raise unavailable(error, "write a record", path) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temp.unlink()
+
+    def read(self, key: RecordKey, buffer: memoryview) -> Record | None:
+        """Read a record of exactly `len(buffer)` bytes and verify it; what does not match its seal is quarantined."""
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                num_bytes = os.fstat(fd).st_size
+                done = _read_all(fd, buffer) if num_bytes == len(buffer) else 0
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise unavailable(error, "read a record", path) from error
+        if done == len(buffer):
+            opened = open_or_reason(buffer, key)
+        else:
+            opened = f"file has the wrong size expected={len(buffer)} seen={num_bytes} read={done}"
+        if isinstance(opened, Record):
+            return opened
+        self.quarantine(key, opened)
+        return None
+
+    def remove(self, key: RecordKey) -> bool:
+        """Remove a record's file. False: it was not there."""
+        path = self._path(key)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise unavailable(error, "remove a record", path) from error
+        return True
+
+    def quarantine(self, key: RecordKey, reason: str) -> bool:
+        """Rename a record out of reach, count and log it, and drop the oldest beyond the limits. False: not there."""
+        path = self._path(key)
+        name = f"{SYSTEM_CLOCK.wall_ms():016d}-{format_name(key).replace('/', '_')}"
+        try:
+            path.rename(self._quarantine / name)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise unavailable(error, "quarantine a record", path) from error
+        self.num_quarantined += 1
+        _log.warning("record quarantined key=%s reason=%s file=%s", key, reason, self._quarantine / name)
+        with contextlib.suppress(OSError):  # another thread may be at the same; the next quarantine finishes the job
+            self._bound_quarantine()
+        return True
+
+    def write_manifest(self, namespace: NamespaceId, manifest: bytes) -> None:
+        """Keep a namespace's description; the last one written stays."""
+        path = self.root / manifest_name(namespace)
+        temp = self._new_temp()
+        try:
+            self._write_temp(temp, memoryview(manifest))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temp.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temp.unlink()
+            raise unavailable(error, "write a manifest", path) from error
+
+    def read_manifest(self, namespace: NamespaceId) -> bytes | None:
+        """The description that was kept, or `None`."""
+        path = self.root / manifest_name(namespace)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise unavailable(error, "read a manifest", path) from error
+
+    def _path(self, key: RecordKey) -> Path:
+        return self.root / format_name(key)
+
+    def _new_temp(self) -> Path:
+        return self._temp / f"{next(self._numbers)}.tmp"
+
+    def _write_temp(self, temp: Path, data: memoryview) -> None:
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.write(fd, data[done:])
+            if self._fsync == "data":
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    def _link(self, temp: Path, path: Path) -> None:
+        try:
+            os.link(temp, path)
+        except FileNotFoundError:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.link(temp, path)
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError:
+            return 0
+
+    def _bound_quarantine(self) -> None:
+        kept_bytes = 0
+        newest_first = sorted(self._quarantine.iterdir(), reverse=True)  # names start with the time
+        for index, path in enumerate(newest_first):
+            kept_bytes += path.stat().st_size
+            if index >= _QUARANTINE_FILES_MAX or kept_bytes > _QUARANTINE_BYTES_MAX:
+                path.unlink(missing_ok=True)
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise Unavailable(
+            "another process has this directory open: end it, or give this service a directory of its own",
+            path=path.parent,
+        ) from error
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_all(fd: int, buffer: memoryview) -> int:
+    done = 0
+    while done < len(buffer):
+        num_bytes = os.readv(fd, [buffer[done:]])
+        if num_bytes == 0:
+            break
+        done += num_bytes
+    return done
+
+
+def _damage(head: bytes, num_bytes: int, key: RecordKey) -> str | None:
+    """Why a file cannot be the record its name says, by its header and size alone; `None`: it may be."""
+    try:
+        header = HeaderV1.unpack(head)
+    except (CorruptRecord, UnsupportedFormat) as error:
+        return str(error)
+    if header.key != key:
+        return f"another record stands under this name seen={header.key}"
+    if header.payload_bytes + HEADER_BYTES != num_bytes:
+        return f"file has the wrong size expected={header.payload_bytes + HEADER_BYTES} seen={num_bytes}"
+    return None

@@ -1,0 +1,84 @@
+"""Which records a directory holds, in order of use, and what they cost."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvstore.model.keys import RecordKey
+
+__all__ = ["Index", "cost_bytes"]
+
+_BLOCK_BYTES = 4096
+_INODE_BYTES = 512
+
+
+def cost_bytes(num_bytes: int) -> int:
+    """What a file of `num_bytes` is charged: whole filesystem blocks and an inode."""
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES + _INODE_BYTES
+
+
+class Index:
+    """Keys with sizes, least recently used first, under a byte budget that also counts what is being written."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._reserved_bytes = 0
+        self._sizes: OrderedDict[RecordKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, key: RecordKey) -> bool:
+        return key in self._sizes
+
+    def __iter__(self) -> Iterator[tuple[RecordKey, int]]:
+        return iter(list(self._sizes.items()))
+
+    def size_of(self, key: RecordKey) -> int | None:
+        """Bytes of the record, or `None`. Not a use."""
+        return self._sizes.get(key)
+
+    def touch(self, key: RecordKey) -> None:
+        """Mark a held record as used."""
+        self._sizes.move_to_end(key)
+
+    def add(self, key: RecordKey, num_bytes: int) -> None:
+        """Note a file that is there; one that was noted before stays as it is."""
+        if key not in self._sizes:
+            self._sizes[key] = num_bytes
+            self.used_bytes += cost_bytes(num_bytes)
+
+    def remove(self, key: RecordKey) -> bool:
+        """Forget a file. False: it was not known."""
+        num_bytes = self._sizes.pop(key, None)
+        if num_bytes is None:
+            return False
+        self.used_bytes -= cost_bytes(num_bytes)
+        return True
+
+    def reserve(self, num_bytes: int) -> list[RecordKey] | None:
+        """Make room for a file and hold it until `unreserve`.
+
+        Returns:
+            The records that gave way, forgotten here and for the caller to remove; `None`: it cannot fit at all.
+        """
+        cost = cost_bytes(num_bytes)
+        if self._reserved_bytes + cost > self.limit_bytes:
+            return None
+        self._reserved_bytes += cost
+        return self.shrink()
+
+    def unreserve(self, num_bytes: int) -> None:
+        """End a reservation, whatever became of it."""
+        self._reserved_bytes -= cost_bytes(num_bytes)
+
+    def shrink(self) -> list[RecordKey]:
+        """Forget the least recently used records that are over the budget and return them."""
+        victims: list[RecordKey] = []
+        while self._sizes and self.used_bytes + self._reserved_bytes > self.limit_bytes:
+            victim = next(iter(self._sizes))
+            self.remove(victim)
+            victims.append(victim)
+        return victims

@@ -1,0 +1,251 @@
+"""The filesystem tier: an index in memory, files behind it, blocking work in a few threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.buffers import allocate_exactly
+from kvstore.tiers.filesystem.files import Fsync, RecordFiles
+from kvstore.tiers.filesystem.index import Index
+from kvstore.tiers.verify import check_deadline
+
+__all__ = ["FilesystemTier"]
+
+T = TypeVar("T")
+
+Work = Callable[[], Coroutine[Any, Any, T]]
+
+_JOBS_MAX = 256
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[T]):
+    value: T | None = None
+    error: KVStoreError | None = None
+
+
+class FilesystemTier(Tier):
+    """Stores each record as a file, at most `budget_bytes` of them; make one with `open`.
+
+    A full disk answers `FULL` and leaves reads alone. A call that gives up at its deadline leaves its thread to finish;
+    with too many such leftovers (a frozen network filesystem) calls are refused at once instead of piling up.
+    """
+
+    def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor, name: str) -> None:
+        self.name = name
+        self._files = files
+        self._index = index
+        self._pool = pool
+        self._background = Background(f"{name} tier")
+        self._closed = False
+        self._num_jobs = 0
+        self._jobs_lock = threading.Lock()
+
+    @classmethod
+    async def open(
+        cls,
+        root: Path,
+        *,
+        budget_bytes: int,
+        fsync: Fsync = "none",
+        num_threads: int = 4,
+        name: str = "filesystem",
+    ) -> FilesystemTier:
+        """Own `root`: lock it, clean up after an earlier owner, read the index back.
+
+        Takes about 30 us for each record that is there. Records over the budget are removed, oldest first.
+
+        Raises:
+            Unavailable: Another process owns the directory, or it cannot be used; the message names the next step.
+        """
+        if budget_bytes <= 0:
+            raise InvalidRequest("the filesystem tier's budget must be positive", budget_bytes=budget_bytes)
+        files = RecordFiles(Path(root), fsync)
+        index = Index(budget_bytes)
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvstore-{name}")
+
+        def recover() -> None:
+            files.open()
+            for key, num_bytes in files.recover():
+                index.add(key, num_bytes)
+            for victim in index.shrink():
+                files.remove(victim)
+
+        try:
+            await asyncio.wrap_future(pool.submit(recover))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            files.close()
+            raise
+        return cls(files, index, pool, name)
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        self._check(deadline)
+        return [self._index.size_of(key) for key in keys]
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        self._check(deadline)
+        num_bytes = self._index.size_of(key)
+        if num_bytes is None:
+            return None
+        self._index.touch(key)
+        buffer = allocate_exactly(num_bytes, allocate)
+        reading = asyncio.wrap_future(self._submit(self._files.read, key, buffer))
+        try:
+            record = await self._outcome(reading, "read a record", deadline)
+        finally:
+            reading.cancel()  # takes it out of the queue if no thread has begun
+        if record is None and self._index.size_of(key) == num_bytes:
+            self._index.remove(key)
+        return record
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self._check(deadline)
+        if record.key in self._index:
+            self._index.touch(record.key)
+            return PutOutcome.EXISTS
+        self._check_room()
+        victims = self._index.reserve(record.num_bytes)
+        if victims is None:
+            return PutOutcome.FULL
+
+        async def store() -> PutOutcome:
+            try:
+                outcome, num_bytes = await asyncio.wrap_future(self._submit(self._files.write, record, victims))
+            finally:
+                self._index.unreserve(record.num_bytes)
+            if num_bytes:
+                self._index.add(record.key, num_bytes)
+            return outcome
+
+        return await self._see_through(store, "write a record", deadline)
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        self._check(deadline)
+        if key not in self._index:
+            return False
+        self._check_room()
+        self._index.remove(key)
+        return await self._see_through(self._job(self._files.remove, key), "remove a record", deadline)
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        self._check(deadline)
+        if key not in self._index:
+            return
+        self._check_room()
+        self._index.remove(key)
+        await self._see_through(self._job(self._files.quarantine, key, reason), "quarantine a record", deadline)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        self._check_open()
+        for key, num_bytes in self._index:
+            if namespace is None or key.namespace == namespace:
+                yield Entry(key, num_bytes)
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        self._check(deadline)
+        writing = self._job(self._files.write_manifest, namespace, bytes(manifest))
+        await self._see_through(writing, "write a manifest", deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        self._check(deadline)
+        reading = self._job(self._files.read_manifest, namespace)
+        return await self._see_through(reading, "read a manifest", deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        self._check(deadline)
+        index = self._index
+        return TierUsage(len(index), index.used_bytes, index.limit_bytes, self._files.num_quarantined)
+
+    async def aclose(self) -> None:
+        """Wait up to five seconds for what is being written, then let go of the directory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.sleep(0)  # let jobs of this turn reach the pool
+        try:
+            ending = threading.Thread(target=self._pool.shutdown, daemon=True)  # a frozen disk must not hold us up
+            ending.start()
+            give_up = Deadline.after(_CLOSE_S)
+            while ending.is_alive() and not give_up.expired:
+                await asyncio.sleep(0.002)
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._files.close()
+            await self._background.aclose()
+
+    def _job(self, function: Callable[..., T], *args: Any) -> Work[T]:
+        async def run() -> T:
+            return await asyncio.wrap_future(self._submit(function, *args))
+
+        return run
+
+    async def _see_through(self, work: Work[T], what: str, deadline: Deadline) -> T:
+        """Run `work` to its end even when the caller is cancelled or out of time, so that index and files agree."""
+        task = self._background.spawn(_captured(work), what)
+        outcome = await self._outcome(task, what, deadline)
+        if outcome.error is not None:
+            raise outcome.error
+        return cast(T, outcome.value)
+
+    async def _outcome(self, future: asyncio.Future[T], what: str, deadline: Deadline) -> T:
+        await asyncio.wait({future}, timeout=deadline.remaining_s)
+        if not future.done():
+            raise Unavailable(
+                f"could not {what} before the deadline: check the disk's load and health", path=self._files.root
+            )
+        if future.cancelled():
+            raise Closed("the tier was closed during the call", tier=self.name)
+        return future.result()
+
+    def _submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        self._check_room()
+        try:
+            future = self._pool.submit(function, *args)
+        except RuntimeError as error:  # the pool was shut down
+            raise Closed("the tier is closed", tier=self.name) from error
+        with self._jobs_lock:
+            self._num_jobs += 1
+        future.add_done_callback(self._job_ended)
+        return future
+
+    def _job_ended(self, _: Future[Any]) -> None:
+        with self._jobs_lock:
+            self._num_jobs -= 1
+
+    def _check_room(self) -> None:
+        if self._num_jobs >= _JOBS_MAX:
+            raise Unavailable(
+                "too many calls wait for the disk: check its load and health", path=self._files.root, limit=_JOBS_MAX
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the tier is closed", tier=self.name)
+
+    def _check(self, deadline: Deadline) -> None:
+        self._check_open()
+        check_deadline(deadline, self.name)
+
+
+async def _captured(work: Work[T]) -> _Outcome[T]:
+    """What became of `work`, expected errors as values: its owner may be gone, and they are no bug to log."""
+    try:
+        return _Outcome(value=await work())
+    except KVStoreError as error:
+        return _Outcome(error=error)
