@@ -12,6 +12,7 @@ from kvstore.codec.chains import (
     encode,
     max_payload_bytes,
 )
+from kvstore.codec.pool import CodecPool, PoolUsage
 
 __all__ = [
     "CHAINS",
@@ -19,7 +20,9 @@ __all__ = [
     "PLANES4",
     "RAW",
     "ZSTD",
+    "CodecPool",
     "Encoded",
+    "PoolUsage",
     "chain_for_element_bytes",
     "decode_into",
     "encode",

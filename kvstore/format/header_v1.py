@@ -23,6 +23,7 @@ HEADER_BYTES = 192
 CHECKSUM_BYTES = 16
 
 _FIELDS = struct.Struct("<4sHH16s16s16s32sHHBBHIIQQQI12s16s32s")
+_PROLOGUE = struct.Struct("<4sHH16s")  # every version starts with it, and with the same rule for its checksum
 _CHECKSUM_AT = slice(8, 24)
 _ZERO_CHECKSUM = bytes(CHECKSUM_BYTES)
 _RESERVED = bytes(32)
@@ -63,9 +64,11 @@ class HeaderV1:
         """The 192 bytes, checksum included.
 
         Raises:
-            InvalidRequest: A field does not fit its width.
+            InvalidRequest: A field does not fit its width, or the span does not fit the kind.
         """
         key = self.key
+        if not _fits(self.kind, self.span):
+            raise InvalidRequest("span does not fit the kind of record", key=key, kind=self.kind.name, span=self.span)
         if len(key.namespace) != NAMESPACE_BYTES or len(key.prefix) != PREFIX_BYTES or len(self.payload_checksum) != 16:
             raise InvalidRequest("namespace, prefix or checksum has the wrong length", key=key)
         if len(self.nonce) != 12 or len(self.tag) != 16:
@@ -86,34 +89,28 @@ class HeaderV1:
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> HeaderV1:
-        """Read and verify the first 192 bytes of a record.
+        """Read and verify the header that `data` starts with.
 
         Raises:
             CorruptRecord: Too short, wrong magic, wrong checksum, or a field that no writer of v1 produces.
-            UnsupportedFormat: An intact header of another version.
+            UnsupportedFormat: An intact header of another version, or of an encrypted record: this release has no keys.
         """
-        if len(data) < HEADER_BYTES:
-            raise CorruptRecord("record is shorter than its header", expected=HEADER_BYTES, seen=len(data))
-        head = bytearray(data[:HEADER_BYTES])
-        if head[:4] != MAGIC:
-            raise CorruptRecord("record does not start with its magic", expected=MAGIC, seen=bytes(head[:4]))
-        seen_checksum = bytes(head[_CHECKSUM_AT])
-        head[_CHECKSUM_AT] = _ZERO_CHECKSUM
-        if xxhash.xxh3_128_digest(head) != seen_checksum:
-            raise CorruptRecord("header checksum does not match", seen=seen_checksum.hex())
+        head = _intact_head(data)
         (
-            _, version, header_bytes, _, payload_checksum, namespace, prefix, group, slice_, kind, flags, codec_chain,
+            _, _, _, _, payload_checksum, namespace, prefix, group, slice_, kind, flags, codec_chain,
             start, stop, decoded_bytes, payload_bytes, created_ms, key_id, nonce, tag, reserved,
         ) = _FIELDS.unpack(head)  # fmt: skip
-        if version != VERSION or header_bytes != HEADER_BYTES:
-            raise UnsupportedFormat("record has an unknown version", expected=VERSION, seen=version)
+        if key_id != 0:
+            raise UnsupportedFormat("record is encrypted, and this release has no keys", key_id=key_id)
+        if any(nonce) or any(tag):
+            raise CorruptRecord("nonce or tag of a record that is not encrypted is not zero")
         if reserved != _RESERVED or flags != 0:
             raise CorruptRecord("reserved bytes of the header are not zero", flags=flags)
         try:
             record_kind = RecordKind(kind)
         except ValueError as error:
             raise CorruptRecord("unknown kind of record", seen=kind) from error
-        if not (start == stop if record_kind is RecordKind.STATE else start < stop):
+        if not _fits(record_kind, Span(start, stop)):
             raise CorruptRecord("span does not fit the kind of record", kind=record_kind.name, start=start, stop=stop)
         return cls(
             key=RecordKey(NamespaceId(namespace), PrefixHash(prefix), group, slice_),
@@ -132,3 +129,25 @@ class HeaderV1:
     def with_payload(self, payload: bytes | bytearray | memoryview) -> HeaderV1:
         """This header with size and checksum of `payload`."""
         return replace(self, payload_bytes=len(payload), payload_checksum=xxhash.xxh3_128_digest(payload))
+
+
+def _intact_head(data: bytes | bytearray | memoryview) -> bytearray:
+    """The header's bytes, their checksum verified and set to zero; of another version too, so that it can be told."""
+    if len(data) < HEADER_BYTES:
+        raise CorruptRecord("record is shorter than its header", expected=HEADER_BYTES, seen=len(data))
+    magic, version, header_bytes, checksum = _PROLOGUE.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptRecord("record does not start with its magic", expected=MAGIC, seen=magic)
+    if not _PROLOGUE.size <= header_bytes <= len(data):
+        raise CorruptRecord("header is longer than the record", header_bytes=header_bytes, seen=len(data))
+    head = bytearray(data[:header_bytes])
+    head[_CHECKSUM_AT] = _ZERO_CHECKSUM
+    if xxhash.xxh3_128_digest(head) != checksum:
+        raise CorruptRecord("header checksum does not match", seen=checksum.hex())
+    if version != VERSION or header_bytes != HEADER_BYTES:
+        raise UnsupportedFormat("record has an unknown version", expected=VERSION, seen=version)
+    return head
+
+
+def _fits(kind: RecordKind, span: Span) -> bool:
+    return span.start == span.stop if kind is RecordKind.STATE else span.start < span.stop

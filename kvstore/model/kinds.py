@@ -128,7 +128,7 @@ def parse_kind(description: dict[str, int | str]) -> GroupKind:
     kind = _KINDS.get(str(name))
     if kind is None:
         raise InvalidRequest(f"kind of group must be one of {sorted(_KINDS)}", kind=name)
-    if not all(isinstance(value, int) and value >= 0 for value in fields.values()):
+    if not all(type(value) is int and value >= 0 for value in fields.values()):  # a bool is no number of tokens
         raise InvalidRequest("fields of a kind must be whole numbers, not negative", kind=name, fields=fields)
     try:
         parsed = kind(**fields)

@@ -42,11 +42,13 @@ class NamespaceDescription:
             InvalidRequest: A value is not plain JSON (floats are refused: their text is not canonical), the layout
                 is missing or wrong, or the whole is over 1 MiB.
         """
-        _refuse_floats(fields, "")
         try:
+            _refuse_floats(fields, "")
             canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest("a namespace description must be plain JSON", error=error) from error
+        if len(canonical) > _MAX_BYTES:
+            raise InvalidRequest(f"a namespace description has at most {_MAX_BYTES} bytes", seen=len(canonical))
         description = cls(canonical, tenant)
         description.layout()
         return description
