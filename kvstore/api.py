@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.spans import MAX_PREFIX_TOKENS
 from kvstore.runtime.deadline import Deadline
 
 __all__ = [
@@ -61,6 +62,8 @@ class PrefixQuery:
         tokens = [boundary.tokens for boundary in self.boundaries]
         if any(later <= earlier for earlier, later in zip([0, *tokens], tokens, strict=False)):
             raise InvalidRequest("boundaries must ascend from above zero")
+        if tokens and tokens[-1] > MAX_PREFIX_TOKENS:
+            raise InvalidRequest(f"a prefix has at most {MAX_PREFIX_TOKENS} tokens", seen=tokens[-1])
 
 
 @dataclass(frozen=True, slots=True)

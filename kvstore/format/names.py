@@ -10,7 +10,7 @@ import re
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 
-__all__ = ["ROOT", "format_name", "manifest_name", "namespace_root", "parse_name"]
+__all__ = ["ROOT", "format_name", "manifest_name", "namespace_root", "parse_name", "stripe_name"]
 
 ROOT = "v1"
 _NAME = re.compile(
@@ -33,6 +33,11 @@ def format_name(key: RecordKey) -> str:
     """The name of a record in every tier."""
     prefix = key.prefix.hex()
     return f"{namespace_root(key.namespace)}{prefix[:2]}/{{{prefix}}}.g{key.group}.s{key.slice}"
+
+
+def stripe_name(key: RecordKey, payload_checksum: bytes, index: int) -> str:
+    """The name of one stripe of a record's payload, in a tier that needs stripes; `parse_name` refuses it."""
+    return f"{format_name(key)}.p{payload_checksum.hex()}.{index}"
 
 
 def parse_name(name: str) -> RecordKey:

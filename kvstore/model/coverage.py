@@ -51,7 +51,7 @@ def longest_resumable(
 
     Args:
         layout: The model's groups.
-        boundary_tokens: Boundaries of the prompt, strictly ascending, each above zero.
+        boundary_tokens: Boundaries of the prompt, strictly ascending, above zero, at most `MAX_PREFIX_TOKENS`.
         groups_present: For each boundary a bit per group index: set when *all* slices of its record are there.
         local_tokens: Tokens that the engine holds itself.
         cap_tokens: No resume point is beyond this.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Span", "cell_of", "span_ending_at"]
+__all__ = ["MAX_PREFIX_TOKENS", "Span", "cell_of", "span_ending_at"]
+
+MAX_PREFIX_TOKENS = 1 << 24
+"""No prefix is longer; bounds what a query from outside can make coverage compute, and fits a header's u32."""
 
 
 @dataclass(frozen=True, slots=True)
