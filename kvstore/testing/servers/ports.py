@@ -1,0 +1,19 @@
+"""Free loopback ports."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+__all__ = ["free_ports"]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago, all different. Somebody may still be faster: retry the start."""
+    with ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind(("127.0.0.1", 0))
+            ports.append(int(probe.getsockname()[1]))
+        return ports
