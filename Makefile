@@ -1,0 +1,53 @@
+# `make help` lists the targets. Each makes what it needs, from a bare Python 3.11.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+TORCH_INDEX ?=
+BACKENDS ?= embedded
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made
+
+.PHONY: help env test test-full lint demo bench-quick clean clean-env
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
+	@echo
+	@echo 'variables: PYTHON (a Python 3.11), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
+	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS for test'
+
+env: $(STAMP) ## make the virtual environment: vLLM for CPUs, our packages, every tool
+
+$(STAMP): pyproject.toml constraints.txt tools/environment.py
+	@test -n "$(PYTHON)" || { echo 'no python3 on PATH: install Python 3.11, or run `make PYTHON=/path/to/python3.11 ...`' >&2; exit 1; }
+	$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@touch $@
+
+test: $(STAMP) ## run the suite, real engines and real servers included (under 25 minutes on 2 cores)
+	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
+
+test-full: $(STAMP) ## run everything: all matrices, all repetitions
+	KVSTORE_TEST_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+demo: $(STAMP) ## three vLLM processes: one computes a prompt, a fresh one resumes from its saved pages (BACKENDS=real: Redis and S3)
+	$(BIN)/python -m demo --backends $(BACKENDS)
+
+bench-quick: $(STAMP) ## codec, service, Redis and S3, each against a ceiling measured in the same run
+	$(BIN)/python -m benchmarks.quick
+
+clean: ## remove caches and work files, keep the environment
+	rm -rf .work build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-env: clean ## remove the environment as well
+	rm -rf $(VENV) *.egg-info
