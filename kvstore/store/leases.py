@@ -1,0 +1,119 @@
+"""Leases: receipts that keep staged records in this node's memory until a deadline."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.api import LeaseId
+from kvstore.format.record import Record
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.clock import Clock
+from kvstore.tiers.memory import MemoryTier, Pin
+
+__all__ = ["LEASE_ID_BYTES", "LeaseTable"]
+
+LEASE_ID_BYTES = 16
+
+
+@dataclass(eq=False, slots=True)
+class _Lease:
+    """One lease.
+
+    Attributes:
+        pins: What it holds; a discarded key is taken out at once.
+        owner: Whose end also ends the lease; empty for nobody's.
+        ends_s: On the table's clock.
+    """
+
+    pins: dict[RecordKey, Pin]
+    owner: str
+    ends_s: float
+
+
+class LeaseTable:
+    """Knows who holds which records. Never waits; all methods belong to one event loop's thread.
+
+    An id is unguessable, so that one peer cannot end or read through another's lease.
+    """
+
+    def __init__(self, memory: MemoryTier, clock: Clock, *, lease_s: float, leases_max: int) -> None:
+        self.lease_s = lease_s
+        self.num_expired = 0
+        self._memory = memory
+        self._clock = clock
+        self._leases_max = leases_max
+        self._leases: dict[LeaseId, _Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def full(self) -> bool:
+        """Whether the next `grant` would be one too many."""
+        return len(self._leases) >= self._leases_max
+
+    def grant(self, pins: Mapping[RecordKey, Pin], owner: str = "") -> LeaseId:
+        """Take over `pins` and return the receipt for them."""
+        lease = LeaseId(secrets.token_bytes(LEASE_ID_BYTES))
+        self._leases[lease] = _Lease(dict(pins), owner, self._clock.monotonic_s() + self.lease_s)
+        return lease
+
+    def renew(self, lease: LeaseId) -> bool:
+        """Start the lease's time anew. False: it has ended."""
+        held = self._live(lease)
+        if held is None:
+            return False
+        held.ends_s = self._clock.monotonic_s() + self.lease_s
+        return True
+
+    def record(self, lease: LeaseId, key: RecordKey) -> Record | None:
+        """A leased record; `None` when the lease has ended, does not hold `key`, or it was discarded since."""
+        held = self._live(lease)
+        if held is None or (pin := held.pins.get(key)) is None:
+            return None
+        return pin.records[0]
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease. Unknown ones are ignored."""
+        held = self._leases.pop(lease, None)
+        if held is not None:
+            for pin in held.pins.values():
+                self._memory.unpin(pin)
+
+    def release_owner(self, owner: str) -> int:
+        """End all leases of an owner; returns how many."""
+        leases = [lease for lease, held in self._leases.items() if held.owner == owner]
+        for lease in leases:
+            self.release(lease)
+        return len(leases)
+
+    def forget(self, key: RecordKey) -> None:
+        """Take a record out of every lease: it is bad, nobody may load it any more."""
+        for held in self._leases.values():
+            if (pin := held.pins.pop(key, None)) is not None:
+                self._memory.unpin(pin)
+
+    def sweep(self) -> int:
+        """End what has expired; returns how many."""
+        now_s = self._clock.monotonic_s()
+        ended = [lease for lease, held in self._leases.items() if held.ends_s <= now_s]
+        for lease in ended:
+            self.release(lease)
+        self.num_expired += len(ended)
+        return len(ended)
+
+    def release_all(self) -> None:
+        """End every lease."""
+        for lease in list(self._leases):
+            self.release(lease)
+
+    def _live(self, lease: LeaseId) -> _Lease | None:
+        """The lease, unless its time has passed: then it ends now, not only at the next sweep."""
+        held = self._leases.get(lease)
+        if held is not None and held.ends_s <= self._clock.monotonic_s():
+            self.release(lease)
+            self.num_expired += 1
+            return None
+        return held

@@ -1,0 +1,55 @@
+"""Every bound of a `TieredStore`, as one value; `kvstore.compose` fills it from the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["StoreLimits"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Limits with their units; the defaults suit a node with a few GiB for its memory tier.
+
+    Attributes:
+        stage_bytes: Bytes that leases and running stages may pin together; a longer hit is cut to what fits. It must
+            leave room in the memory tier for saves: three quarters of it at most.
+        stage_records_in_flight: Records that are read from one tier at a time, over all stages.
+        stage_bytes_in_flight: Bytes that are being read at a time, over all stages and tiers.
+        stall_timeout_s: A stage that sees no bytes for so long ends with what it has.
+        fetch_timeout_s: One read of one record gives up after this.
+        lease_s: A lease lasts this long unless it is renewed.
+        leases_max: Further stages are answered with nothing staged.
+        namespaces_max: Namespaces open at a time.
+        save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
+        write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
+        write_back_in_flight: Records that are written to one tier at a time.
+        write_back_attempts: After so many failures a record is dropped from the queue, counted.
+        write_back_timeout_s: One write of one record gives up after this.
+        backoff_s_min: Pause after the first failure of a tier; it doubles with each further one.
+        backoff_s_max: The longest pause.
+        drain_timeout_s: `aclose` gives the write-back this long.
+        cold_probes: Presence of a prompt's pages in the cold tier is asked with at most so many heads at a time.
+        absent_s: A record that turned out to be missing is not asked for again for so long.
+    """
+
+    stage_bytes: int = 512 * _MIB
+    stage_records_in_flight: int = 16
+    stage_bytes_in_flight: int = 64 * _MIB
+    stall_timeout_s: float = 0.3
+    fetch_timeout_s: float = 5.0
+    lease_s: float = 30.0
+    leases_max: int = 4096
+    namespaces_max: int = 1024
+    save_bytes_in_flight: int = 256 * _MIB
+    write_back_bytes: int = 256 * _MIB
+    write_back_in_flight: int = 4
+    write_back_attempts: int = 8
+    write_back_timeout_s: float = 30.0
+    backoff_s_min: float = 0.1
+    backoff_s_max: float = 30.0
+    drain_timeout_s: float = 5.0
+    cold_probes: int = 64
+    absent_s: float = 60.0

@@ -1,0 +1,186 @@
+"""Asks the tiers what they hold for a query; `placement` decides what to ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstore.api import PrefixQuery
+from kvstore.errors import Closed, Unavailable
+from kvstore.model.keys import RecordKey
+from kvstore.model.layout import Layout
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.absent import AbsentKeys
+from kvstore.store.placement import (
+    Presence,
+    Probe,
+    SliceMap,
+    by_group,
+    fill,
+    gaps,
+    inner_probes,
+    last_of_each,
+    page_probes,
+    spread,
+)
+from kvstore.tiers.base import Tier
+from kvstore.tiers.memory import MemoryTier
+
+__all__ = ["PresenceFinder"]
+
+_FIRST_ROUND_SHARE = 0.6
+"""Of a lookup's time, for the pages: a tier that hangs in it must leave time to ask the other one for the tails."""
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """One slower tier during one lookup.
+
+    Attributes:
+        tier: The tier.
+        found: Where its answers go.
+        exact: Ask for every slice of every probe, else guess from few.
+        failed: It did not answer: it is not asked again.
+    """
+
+    tier: Tier
+    found: SliceMap
+    exact: bool
+    failed: bool = False
+
+
+class PresenceFinder:
+    """Finds where a query's records are.
+
+    Memory answers first and costs nothing. The hot and the cold tier are then asked at the same time for what memory
+    lacks: one batch of heads for the pages, one for the tails and states that still matter. A tier that is down, slow
+    or closed is skipped and counted.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        hot: Tier | None,
+        cold: Tier | None,
+        absent: AbsentKeys,
+        meters: Meters,
+        *,
+        cold_probes: int,
+    ) -> None:
+        self._memory = memory
+        self._hot = hot
+        self._cold = cold
+        self._absent = absent
+        self._meters = meters
+        self._cold_probes = cold_probes
+
+    async def find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
+        """Return what is known when all tiers have answered, or at the deadline what is known then. Never raises
+        `Unavailable`.
+        """
+        presence = Presence(layout, query)
+        pages = page_probes(layout, query)
+        self._look_in_memory(presence, pages)
+        inner = inner_probes(layout, query, presence.complete)
+        self._look_in_memory(presence, inner)
+        asked = []
+        if self._hot is not None:
+            asked.append(_Asked(self._hot, presence.hot, exact=True))
+        if self._cold is not None:
+            asked.append(_Asked(self._cold, presence.cold, exact=False))
+        if not asked:
+            return presence
+        if wanted := [probe for probe in pages if not presence.complete(probe)]:
+            share = deadline.earlier(deadline.remaining_s * _FIRST_ROUND_SHARE)
+            await asyncio.gather(*(self._ask_pages(presence, place, wanted, share) for place in asked))
+            inner = inner_probes(layout, query, presence.complete)
+            self._look_in_memory(presence, inner)
+        wanted = [probe for probe in inner if not presence.complete(probe)]
+        await asyncio.gather(*(self._ask_inner(presence, place, wanted, deadline) for place in asked))
+        return presence
+
+    def _look_in_memory(self, presence: Presence, probes: Iterable[Probe]) -> None:
+        for probe in probes:
+            if probe in presence.memory:
+                continue
+            held = 0
+            for slice_, key in enumerate(presence.keys(probe)):
+                if key in self._memory:
+                    held |= 1 << slice_
+                    if slice_ == 0 and (record := self._memory.peek(key)) is not None:
+                        presence.note_size(probe[1], record.num_bytes)
+                elif slice_ == 0 and self._hot is None and self._cold is None:
+                    break  # nothing else could complete it
+            if held:
+                presence.memory[probe] = held
+
+    async def _ask_pages(self, presence: Presence, place: _Asked, pages: Sequence[Probe], deadline: Deadline) -> None:
+        """Ask for pages: all of them, or a spread of each group's and then the gaps where the answer changes."""
+        if place.exact:
+            await self._ask_exactly(presence, place, pages, deadline)
+            return
+        groups = by_group(pages)
+        limit = max(2, self._cold_probes // len(groups))
+        answers: dict[int, dict[int, bool]] = {group: {} for group in groups}
+        for first in (True, False):
+            chosen = [
+                (group, i)
+                for group in groups
+                for i in (spread(len(groups[group]), limit) if first else gaps(answers[group], limit))
+            ]
+            told = await self._ask_one_slice(presence, place, [groups[group][i] for group, i in chosen], deadline)
+            for (group, i), answer in zip(chosen, told, strict=True):
+                answers[group][i] = answer
+        for group, probes in groups.items():
+            filled = fill(answers[group], len(probes))
+            self._guess(presence, place, [probe for probe, there in zip(probes, filled, strict=True) if there])
+
+    async def _ask_inner(self, presence: Presence, place: _Asked, probes: Sequence[Probe], deadline: Deadline) -> None:
+        if place.exact:
+            await self._ask_exactly(presence, place, probes, deadline)
+            return
+        chosen = last_of_each(probes, self._cold_probes)
+        told = await self._ask_one_slice(presence, place, chosen, deadline)
+        self._guess(presence, place, [probe for probe, there in zip(chosen, told, strict=True) if there])
+
+    async def _ask_exactly(
+        self, presence: Presence, place: _Asked, probes: Sequence[Probe], deadline: Deadline
+    ) -> None:
+        slices = [(probe, slice_) for probe in probes for slice_ in presence.missing(probe)]
+        all_keys = {probe: presence.keys(probe) for probe in probes}
+        sizes = await self._heads(place, [all_keys[probe][slice_] for probe, slice_ in slices], deadline)
+        for (probe, slice_), num_bytes in zip(slices, sizes, strict=True):
+            if num_bytes is not None:
+                place.found[probe] = place.found.get(probe, 0) | 1 << slice_
+                presence.note_size(probe[1], num_bytes)
+
+    async def _ask_one_slice(
+        self, presence: Presence, place: _Asked, probes: Sequence[Probe], deadline: Deadline
+    ) -> list[bool]:
+        """For each probe whether the first slice that memory lacks is there."""
+        keys = [presence.keys(probe)[presence.missing(probe)[0]] for probe in probes]
+        sizes = await self._heads(place, keys, deadline)
+        for probe, num_bytes in zip(probes, sizes, strict=True):
+            presence.note_size(probe[1], num_bytes or 0)
+        return [num_bytes is not None for num_bytes in sizes]
+
+    def _guess(self, presence: Presence, place: _Asked, probes: Iterable[Probe]) -> None:
+        """Take all slices that memory lacks to be there, but for those that were found missing lately."""
+        for probe in probes:
+            keys = presence.keys(probe)
+            for slice_ in presence.missing(probe):
+                if not (len(self._absent) and keys[slice_] in self._absent):
+                    place.found[probe] = place.found.get(probe, 0) | 1 << slice_
+
+    async def _heads(self, place: _Asked, keys: Sequence[RecordKey], deadline: Deadline) -> Sequence[int | None]:
+        if place.failed or not keys:
+            return [None] * len(keys)
+        try:
+            async with deadline.scope("asking a tier what it holds"):
+                return await place.tier.head(keys, deadline=deadline)
+        except (Unavailable, Closed):
+            place.failed = True
+            self._meters.add("lookup_tier_failures", tier=place.tier.name)
+            return [None] * len(keys)

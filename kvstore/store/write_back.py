@@ -1,0 +1,180 @@
+"""The queue in front of a slower tier: bounded in bytes, prefix order, retries with a growing pause."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass, field
+
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.limits import StoreLimits
+from kvstore.tiers.base import PutOutcome, Tier
+
+__all__ = ["WriteBack", "backoff_s"]
+
+_WAVE_RECORDS = 64
+"""Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable; a wave
+is short, so that the long end of one prompt does not wait for the start of every later one."""
+
+
+def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
+    """The pause after so many failures in a row (1 or more)."""
+    return min(longest_s, shortest_s * 2.0 ** min(failures - 1, 60))
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    """One record to write.
+
+    Attributes:
+        wave: Number of the arrival, in waves.
+        stop: End of its span: the shortest prefix of a wave goes first.
+        arrival: Breaks ties.
+    """
+
+    wave: int
+    stop: int
+    arrival: int
+    record: Record = field(compare=False)
+    attempts: int = field(default=0, compare=False)
+
+
+class WriteBack:
+    """Writes records to one tier in the background. The bytes that wait are bounded: what does not fit is dropped,
+    counted as `write_back_dropped`, and stays in memory until it is evicted there.
+
+    A tier that is down stops all writes to it for a pause that doubles up to a limit; one success ends it.
+    """
+
+    def __init__(self, tier: Tier, background: Background, meters: Meters, limits: StoreLimits, clock: Clock) -> None:
+        self.used_bytes = 0
+        self._tier = tier
+        self._background = background
+        self._meters = meters
+        self._limits = limits
+        self._clock = clock
+        self._heap: list[_Job] = []
+        self._pending: dict[RecordKey, _Job] = {}  # waiting or being written
+        self._num_arrived = 0
+        self._num_workers = 0
+        self._failures = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        """Records that wait or are being written."""
+        return len(self._pending)
+
+    @property
+    def tier_name(self) -> str:
+        return self._tier.name
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last write failed for the tier's sake."""
+        return self._failures > 0
+
+    def offer(self, record: Record) -> bool:
+        """Queue a verified record, once; False: dropped, the queue is full. Never waits."""
+        if record.key in self._pending:
+            return True
+        if self.used_bytes + record.num_bytes > self._limits.write_back_bytes:
+            self._drop("queue_full")
+            return False
+        job = _Job(self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record)
+        self._num_arrived += 1
+        self._pending[record.key] = job
+        self.used_bytes += record.num_bytes
+        self._empty.clear()
+        heapq.heappush(self._heap, job)
+        if self._num_workers < self._limits.write_back_in_flight:
+            self._num_workers += 1
+            self._background.spawn(self._work(), f"write back to {self._tier.name}")
+        return True
+
+    def forget(self, key: RecordKey) -> None:
+        """Write `key` no more: it is bad. A write that has begun may still end."""
+        job = self._pending.get(key)
+        if job is not None and job in self._heap:
+            self._heap.remove(job)
+            heapq.heapify(self._heap)
+            self._end(job)
+
+    async def drain(self, deadline: Deadline) -> int:
+        """Wait until nothing is left to write, or until the deadline; returns how many records are left."""
+        try:
+            async with deadline.scope("draining the write-back"):
+                await self._empty.wait()
+        except Unavailable:
+            pass
+        return len(self._pending)
+
+    async def _work(self) -> None:
+        """Write jobs until none waits. At most one worker goes on while the tier fails: one probe is enough."""
+        try:
+            while self._heap:
+                if self._failures:
+                    if self._num_workers > 1:
+                        return
+                    limits = self._limits
+                    pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
+                    await asyncio.sleep(pause_s)
+                    if not self._heap:
+                        return
+                await self._write(heapq.heappop(self._heap))
+                self._grow()
+        finally:
+            self._num_workers -= 1
+
+    def _grow(self) -> None:
+        """Bring the other workers back after an outage."""
+        while not self._failures and self._num_workers < min(self._limits.write_back_in_flight, len(self._heap)):
+            self._num_workers += 1
+            self._background.spawn(self._work(), f"write back to {self._tier.name}")
+
+    async def _write(self, job: _Job) -> None:
+        job.attempts += 1
+        try:
+            outcome = await self._put(job.record)
+        except Unavailable:
+            self._failures += 1
+            self._meters.add("write_back_failures", tier=self._tier.name)
+            if job.attempts >= self._limits.write_back_attempts:
+                self._drop("attempts")
+                self._end(job)
+            else:
+                heapq.heappush(self._heap, job)
+            return
+        except KVStoreError:  # this record will never be taken: the next one may be
+            self._drop("refused")
+            self._end(job)
+            return
+        except BaseException:
+            self._end(job)
+            raise
+        self._failures = 0
+        if outcome is PutOutcome.FULL:
+            self._drop("tier_full")
+        else:
+            self._meters.add("write_back_records", tier=self._tier.name, outcome=outcome.value)
+            self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
+        self._end(job)
+
+    async def _put(self, record: Record) -> PutOutcome:
+        deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+        return await self._tier.put(record, deadline=deadline)
+
+    def _end(self, job: _Job) -> None:
+        if self._pending.pop(job.record.key, None) is not None:
+            self.used_bytes -= job.record.num_bytes
+        if not self._pending:
+            self._empty.set()
+
+    def _drop(self, reason: str) -> None:
+        self._meters.add("write_back_dropped", tier=self._tier.name, reason=reason)
