@@ -1,0 +1,19 @@
+"""The client of a store service: `connect` for an event loop, `BlockingStore` for plain threads. See README.md."""
+
+from __future__ import annotations
+
+from kvstore.client.connecting import EmbeddedOptions, connect
+from kvstore.client.options import ClientOptions
+from kvstore.client.remote import RemoteStore
+from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+
+__all__ = [
+    "Address",
+    "ClientOptions",
+    "EmbeddedOptions",
+    "RemoteStore",
+    "TcpAddress",
+    "UnixAddress",
+    "connect",
+    "parse_address",
+]

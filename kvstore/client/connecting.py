@@ -1,0 +1,45 @@
+"""From a `url` to a store."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from kvstore.client.embedded import EmbeddedOptions, EmbeddedService
+from kvstore.client.options import ClientOptions
+from kvstore.client.remote import RemoteStore
+from kvstore.wire.address import Address, parse_address
+
+__all__ = ["EMBEDDED", "EmbeddedOptions", "connect"]
+
+EMBEDDED = "embedded:"
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    options: ClientOptions | None = None,
+    embedded: EmbeddedOptions | None = None,
+) -> RemoteStore:
+    """A store at `url`; neither blocks nor fails when no service is there: calls do, until there is one.
+
+    Args:
+        url: `unix:/path`, `tcp://host:port`, or `embedded:` for a private service that is started when needed.
+        token: What the service's `token_file` holds, if it has one.
+        options: Times and counts.
+        embedded: Sizes and place of the private service.
+
+    Raises:
+        InvalidRequest: `url` is none of the three.
+    """
+    options = options or ClientOptions()
+    options = replace(options, token=token or options.token, name=options.name or f"pid {os.getpid()}")
+    if url == EMBEDDED:
+        return RemoteStore(EmbeddedService(embedded or EmbeddedOptions()).ensure, url, options)
+    address = parse_address(url)
+
+    async def locate() -> Address:
+        return address
+
+    return RemoteStore(locate, url, options)

@@ -1,0 +1,313 @@
+"""One greeted connection to a service: requests out, answers back to whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol, TypeVar
+
+from kvstore.client.options import ClientOptions
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.format.record import MAX_RECORD_BYTES
+from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.deadline import Deadline
+from kvstore.wire import messages
+from kvstore.wire.address import Address, UnixAddress
+from kvstore.wire.frames import Head
+from kvstore.wire.messages import PROTOCOL_VERSION, Message
+from kvstore.wire.protocol import FrameConnection
+
+__all__ = ["Connection", "Silent"]
+
+Answer = TypeVar("Answer", bound=messages.Reply)
+Allocate = Callable[[int], memoryview]
+
+
+class Silent(Unavailable):
+    """The deadline passed and the other side sent nothing at all meanwhile: it may be frozen."""
+
+
+class Call(Protocol):
+    """Makes a request once its id is known."""
+
+    def __call__(self, request_id: int, deadline_ms: int, /) -> messages.Request: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A request without answer.
+
+    Attributes:
+        future: Resolved with answer and payload; done early means that nobody waits any more.
+        allocate: Makes the buffer for the answer's payload.
+        on_progress: Told of progress.
+        error: Why a payload could not be received.
+        settle: Called once, when the service has answered or never will.
+    """
+
+    future: asyncio.Future[tuple[Message, memoryview | None]]
+    allocate: Allocate | None = None
+    on_progress: Callable[[int], None] | None = None
+    error: Exception | None = None
+    settle: Callable[[], None] | None = None
+
+    def settled(self) -> None:
+        """The service is done with this request."""
+        if self.settle is not None:
+            self.settle()
+            self.settle = None
+
+
+class Connection:
+    """A greeted connection; made by `connect`.
+
+    Attributes:
+        welcome: What the service said.
+        save_credit: Bytes of saves that may be unanswered.
+        closed: Set when nothing can be asked any more.
+        load_bytes: Payload bytes that were asked for and did not arrive yet, for balancing.
+    """
+
+    def __init__(self, options: ClientOptions, role: str) -> None:
+        self.frames = FrameConnection(self, MAX_RECORD_BYTES)
+        self.role = role
+        self.closed = asyncio.Event()
+        self.reason = ""
+        self.num_running = 0
+        self._options = options
+        self._ids = count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._greeting: asyncio.Future[messages.Welcome] = asyncio.get_running_loop().create_future()
+        self.welcome: messages.Welcome
+        self.save_credit: ByteBudget
+
+    @classmethod
+    async def connect(cls, address: Address, options: ClientOptions, role: str) -> Connection:
+        """Connect and be greeted.
+
+        Raises:
+            Unavailable: Nobody listens, or no greeting came in time.
+            InvalidRequest: The service refused us, e.g. for the token.
+            UnsupportedFormat: No common protocol version.
+        """
+        loop = asyncio.get_running_loop()
+        self = cls(options, role)
+        try:
+            async with asyncio.timeout(options.hello_timeout_s):
+                if isinstance(address, UnixAddress):
+                    await loop.create_unix_connection(lambda: self.frames, address.path)
+                else:
+                    await loop.create_connection(lambda: self.frames, address.host, address.port)
+                hello = messages.Hello(PROTOCOL_VERSION, options.token, role, options.name)
+                self.frames.post(hello)
+                self.welcome = await self._greeting
+        except TimeoutError as error:
+            self.frames.abort()
+            raise Unavailable("the service does not greet", address=address) from error
+        except OSError as error:
+            raise Unavailable("cannot connect", address=address, error=error.strerror or error) from error
+        except BaseException:
+            self.frames.abort()
+            raise
+        self.save_credit = ByteBudget(max(1, self.welcome.save_credit_bytes))
+        return self
+
+    # called by the frames
+
+    def on_head(self, head: Head, payload_bytes: int) -> memoryview | None:
+        """The buffer of whoever waits for this payload; nobody, or no buffer: it is received and dropped."""
+        message = messages.decode(head)
+        pending = self._pending.get(message.id) if isinstance(message, messages.Loaded) else None
+        if pending is None or pending.future.done():
+            return None
+        if pending.allocate is None:
+            return memoryview(bytearray(payload_bytes))
+        try:
+            target = memoryview(pending.allocate(payload_bytes)).cast("B")
+            if target.readonly or len(target) < payload_bytes:
+                raise InvalidRequest("allocate must return a writable buffer of that size", expected=payload_bytes)
+        except Exception as error:  # noqa: BLE001 - the caller's code: its call gets the error, the stream goes on
+            pending.error = error
+            return None
+        return target
+
+    def on_frame(self, head: Head, payload: memoryview | None) -> None:
+        """Hand an answer to whoever asked."""
+        message = messages.decode(head)
+        match message:
+            case messages.Welcome():
+                if not self._greeting.done():
+                    self._greeting.set_result(message)
+            case messages.Refused():
+                self._refused(message)
+            case messages.StageProgress():
+                pending = self._pending.get(message.id)
+                if pending is not None and pending.on_progress is not None and not pending.future.done():
+                    pending.on_progress(message.num_bytes)
+            case messages.Reply():
+                self._answered(message, payload)
+            case _:
+                raise InvalidRequest("a service does not send this message", type=message.type)
+
+    def _answered(self, message: messages.Reply, payload: memoryview | None) -> None:
+        pending = self._pending.pop(message.id, None)
+        if pending is None:
+            raise InvalidRequest("an answer to a request that is not running", id=message.id, type=message.type)
+        pending.settled()
+        if not pending.future.done():
+            if pending.error is not None:
+                pending.future.set_exception(pending.error)
+            else:
+                pending.future.set_result((message, payload))
+        elif isinstance(message, messages.Staged) and message.lease:
+            self.frames.post(messages.Release(message.lease))  # nobody waited for it any more
+
+    def _refused(self, message: messages.Refused) -> None:
+        self.reason = f"refused by the service: {message.message}"
+        if not self._greeting.done():
+            try:
+                messages.raise_error(message)
+            except KVStoreError as error:
+                self._greeting.set_exception(error)
+        self.frames.close()
+
+    def on_lost(self, reason: str) -> None:
+        """Fail whatever waits."""
+        self.reason = self.reason or reason
+        self.closed.set()
+        pending, self._pending = self._pending, {}
+        for entry in pending.values():
+            entry.settled()
+            if not entry.future.done():
+                entry.future.set_exception(Unavailable("the service went away", reason=self.reason))
+        if not self._greeting.done():
+            self._greeting.set_exception(Unavailable("the service went away", reason=self.reason))
+            self._greeting.exception()  # nobody may be waiting any more
+
+    # called by the pool's users
+
+    @property
+    def open(self) -> bool:
+        return self.frames.open
+
+    async def ask(
+        self,
+        call: Call,
+        expected: type[Answer],
+        *,
+        deadline: Deadline,
+        payload: memoryview | None = None,
+        allocate: Allocate | None = None,
+        stall_s: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        settle: Callable[[], None] | None = None,
+    ) -> tuple[Answer, memoryview | None]:
+        """Send a request and return its answer and the answer's payload.
+
+        Args:
+            call: Makes the request.
+            expected: Class of its answer.
+            deadline: When to give up; the service is told a slightly earlier one, so that its answer can still arrive.
+            payload: Sent behind the request, not copied.
+            allocate: Makes the buffer for the answer's payload.
+            stall_s: Give up when neither the answer nor progress came for this long.
+            on_progress: Told of progress, with `stall_s`.
+            settle: Called once, when the service has answered or never will; that may be after this call has ended.
+
+        Raises:
+            Silent: The deadline passed without a single byte from the service.
+            Unavailable: The deadline passed, the stage stalled, or the service went away.
+            KVStoreError: What the service answered.
+
+        If cancelled, the service is told, its answer is dropped, and buffers from `allocate` are not touched any more.
+        """
+        if not self.open:
+            if settle is not None:
+                settle()
+            raise Unavailable("the service went away", reason=self.reason)
+        loop = asyncio.get_running_loop()
+        request_id = next(self._ids)
+        heard_bytes = self.frames.received_bytes
+        pending = _Pending(loop.create_future(), allocate, settle=settle)
+        self._pending[request_id] = pending
+        self.num_running += 1
+        sent = False
+        ends_s = loop.time() + deadline.remaining_s
+        try:
+            async with asyncio.timeout_at(ends_s if stall_s is None else min(ends_s, loop.time() + stall_s)) as limit:
+                if stall_s is not None:
+                    pending.on_progress = _postpone(limit, stall_s, ends_s, on_progress)
+                await self.frames.send(call(request_id, _deadline_ms(deadline)), payload)
+                sent = True
+                answer, data = await pending.future
+        except TimeoutError as error:
+            quiet = self.frames.received_bytes == heard_bytes
+            what = "no answer in time" if loop.time() >= ends_s else "no progress in time"
+            raise (Silent if quiet else Unavailable)(what, role=self.role, request=expected.type) from error
+        finally:
+            self.num_running -= 1
+            self._forget(request_id, pending, sent)
+        if isinstance(answer, messages.Error):
+            messages.raise_error(answer)
+        if not isinstance(answer, expected):
+            self.frames.refuse(InvalidRequest("unexpected answer", expected=expected.type, seen=answer.type))
+            raise Unavailable("the service answered something else", expected=expected.type, seen=answer.type)
+        return answer, data
+
+    def _forget(self, request_id: int, pending: _Pending, sent: bool) -> None:
+        """Nobody waits for this answer any more. It still comes, and is dropped then."""
+        if pending.future.done() and not pending.future.cancelled():
+            pending.future.exception()  # looked at, whether or not a cancel came first
+        if request_id not in self._pending:
+            return
+        pending.future.cancel()
+        pending.allocate = None
+        if not sent:
+            del self._pending[request_id]
+            pending.settled()
+            return
+        self.frames.post(messages.Cancel(request_id))
+        receiving = self.frames.reader.head_of_payload
+        if receiving is not None and receiving.get("id") == request_id:
+            self.frames.reader.drop_payload()
+
+    async def ping(self, deadline: Deadline) -> None:
+        """Return when the service's loop answers.
+
+        Raises:
+            Unavailable: It does not.
+        """
+        await self.ask(messages.Ping, messages.Pong, deadline=deadline)
+
+    def post(self, message: Message) -> None:
+        """Send a message that is not answered."""
+        self.frames.post(message)
+
+    def close(self) -> None:
+        """Close at once. Idempotent."""
+        self.frames.abort()
+
+
+def _postpone(
+    limit: asyncio.Timeout, stall_s: float, ends_s: float, tell: Callable[[int], None] | None
+) -> Callable[[int], None]:
+    """Each time the staged bytes grow, the stage may go on for another `stall_s`."""
+    loop = asyncio.get_running_loop()
+    best_bytes = 0
+
+    def on_progress(num_bytes: int) -> None:
+        nonlocal best_bytes
+        if num_bytes > best_bytes and not limit.expired():
+            best_bytes = num_bytes
+            limit.reschedule(min(ends_s, loop.time() + stall_s))
+            if tell is not None:
+                tell(num_bytes)
+
+    return on_progress
+
+
+def _deadline_ms(deadline: Deadline) -> int:
+    remaining_ms = deadline.remaining_s * 1000
+    return int(remaining_ms - min(20.0, remaining_ms / 10))

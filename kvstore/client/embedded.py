@@ -1,0 +1,172 @@
+"""The private service behind `embedded:`: found, or started, by whichever client comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kvstore
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress
+
+__all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_socket_path"]
+
+_START_S = 20.0
+_POLL_S = 0.02
+_LOG_BYTES_MAX = 1 << 20
+
+
+def default_directory() -> Path:
+    """`$XDG_CACHE_HOME/kvstore`, by default `~/.cache/kvstore`."""
+    cache = os.getenv("XDG_CACHE_HOME", "")  # a convention of the system, not a setting of ours
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "kvstore"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedOptions:
+    """A private service. Whoever starts it decides; later clients share it as it is.
+
+    Attributes:
+        directory: Its records, socket, lock and log.
+        memory_bytes: Of its memory tier; `None` leaves it to the service.
+        disk_bytes: Of its directory; `None` leaves it to the service.
+        idle_exit_s: It ends when it had no client for this long.
+    """
+
+    directory: Path = field(default_factory=default_directory)
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    idle_exit_s: float = 5.0
+
+
+def private_socket_path(directory: Path) -> Path:
+    """Where the private service of a directory listens; the same for all its clients.
+
+    Inside the directory, or where that path would be too long for a socket, in a private folder for temporary files.
+
+    Raises:
+        InvalidRequest: The private folder belongs to somebody else.
+    """
+    path = directory / "run" / "service.sock"
+    if len(os.fsencode(path)) + 16 <= UNIX_PATH_BYTES_MAX:  # room for the pid that a listener appends for a moment
+        return path
+    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}-{digest}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise InvalidRequest("a folder for a private socket must be its user's alone", path=folder)
+    return folder / "service.sock"
+
+
+class EmbeddedService:
+    """Finds or starts the private service of one directory."""
+
+    def __init__(self, options: EmbeddedOptions) -> None:
+        self._options = options
+        self._directory = Path(os.path.abspath(options.directory))
+        self._turn: asyncio.Lock | None = None
+
+    async def ensure(self) -> UnixAddress:
+        """The address of the running service; starts it when there is none.
+
+        Raises:
+            Unavailable: It could not be started; its log says why.
+        """
+        self._turn = self._turn or asyncio.Lock()
+        async with self._turn:  # all connections of one client ask at once
+            _reap()
+            try:
+                path = private_socket_path(self._directory)
+                if _accepts(path):
+                    return UnixAddress(str(path))
+                (self._directory / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
+                await self._start(path)
+            except OSError as error:
+                raise Unavailable(
+                    "cannot start the private service", directory=self._directory, error=error.strerror or error
+                ) from error
+            return UnixAddress(str(path))
+
+    async def _start(self, path: Path) -> None:
+        """Start it, or wait until whoever holds the lock has."""
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + _START_S
+        process: subprocess.Popen[bytes] | None = None
+        # a file of a few bytes: opening it blocks no longer than the connects around it
+        with open(self._directory / "run" / "starting.lock", "ab") as lock:  # noqa: ASYNC230
+            while not _accepts(path):
+                if loop.time() >= ends_s:
+                    raise Unavailable("the private service did not start in time", log=self._log_path)
+                if process is None and _try_lock(lock.fileno()) and not _accepts(path):
+                    process = self._spawn()
+                if process is not None and process.poll() is not None:
+                    raise Unavailable(
+                        "the private service ended at once", status=process.returncode, log=self._log_path
+                    )
+                await asyncio.sleep(_POLL_S)
+
+    @property
+    def _log_path(self) -> Path:
+        return self._directory / "service.log"
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        options = self._options
+        command = [sys.executable, "-m", "kvstore.service", "--embedded", "--directory", str(self._directory)]
+        command += ["--idle-exit-s", str(options.idle_exit_s)]
+        if options.memory_bytes is not None:
+            command += ["--memory-bytes", str(options.memory_bytes)]
+        if options.disk_bytes is not None:
+            command += ["--disk-bytes", str(options.disk_bytes)]
+        with suppress(FileNotFoundError):
+            if self._log_path.stat().st_size > _LOG_BYTES_MAX:
+                self._log_path.replace(self._log_path.with_suffix(".log.1"))
+        with open(self._log_path, "ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=Path(kvstore.__file__).parent.parent,  # `-m` finds the same package that we are
+                start_new_session=True,
+            )
+        _started.append(process)
+        return process
+
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Services this process started: kept only so that those which ended are waited for."""
+
+
+def _reap() -> None:
+    _started[:] = [process for process in _started if process.poll() is None]
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:  # frozen or very busy, but there
+            return True
+        return True

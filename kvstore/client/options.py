@@ -1,0 +1,43 @@
+"""What a client can be told; the defaults suit a service on the same node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+
+__all__ = ["ClientOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a client behaves.
+
+    Attributes:
+        token: Shown to the service; TCP services may ask for one.
+        name: For people, in the service's status.
+        num_data_connections: Connections that carry records; two keep one core of the service busy.
+        stall_timeout_s: A stage without answer and without further bytes for this long ends.
+        hello_timeout_s: A connection that is not greeted by then is given up and tried again.
+        dead_after_s: A service that answers nothing for this long is reconnected to.
+        backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
+        backoff_max_s: Also how long healing takes at most after the service is back.
+        first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect.
+    """
+
+    token: str = ""
+    name: str = ""
+    num_data_connections: int = 2
+    stall_timeout_s: float = 0.3
+    hello_timeout_s: float = 2.0
+    dead_after_s: float = 5.0
+    backoff_s: float = 0.05
+    backoff_max_s: float = 0.5
+    first_attempt_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_data_connections <= 64:
+            raise InvalidRequest("1 to 64 data connections", seen=self.num_data_connections)
+        for name in ("stall_timeout_s", "hello_timeout_s", "dead_after_s", "backoff_s", "backoff_max_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest("a time must be positive", field=name, seen=getattr(self, name))

@@ -1,0 +1,201 @@
+"""The connections of one client: kept open in the background, for ever; asked for without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from kvstore.client.connection import Connection
+from kvstore.client.options import ClientOptions
+from kvstore.errors import Closed, KVStoreError, Unavailable
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.wire.address import Address
+
+__all__ = ["Pool"]
+
+_log = logging.getLogger(__name__)
+_NOT_REACHABLE = "the store service is not reachable: going on without it, trying again in the background"
+_NEXT_STEP = "start it with `kvstore serve --listen ...`, or set url to `embedded:`"
+
+
+class Pool:
+    """One control connection and some for data, so that a lookup never queues behind a record.
+
+    A connection that ends is made anew, with growing pauses. While the service is away, `control` and `data` raise at
+    once. When a call meets silence, all later ones fail at once until the service answers a ping, so that a frozen
+    service costs one deadline and not one per call.
+
+    Args:
+        locate: Where the service is; called before every attempt, and may start it.
+        url: For messages.
+        options: Times and counts.
+        on_control: Called with each new control connection before anybody may use it.
+    """
+
+    def __init__(
+        self,
+        locate: Callable[[], Awaitable[Address]],
+        url: str,
+        options: ClientOptions,
+        on_control: Callable[[Connection], Awaitable[None]],
+    ) -> None:
+        self.url = url
+        self.num_connects = 0
+        self._locate = locate
+        self._options = options
+        self._on_control = on_control
+        self._slots: list[Connection | None] = [None] * (1 + options.num_data_connections)
+        self._tasks = Background("client")
+        self._started_s = 0.0
+        self._attempted = asyncio.Event()
+        self._closed = False
+        self._suspected = False
+        self._reason = "not connected yet"
+        self._warned = False
+
+    def start(self) -> None:
+        """Begin to connect. Must run on the loop that uses the pool. Idempotent."""
+        if self._started_s == 0.0:
+            loop = asyncio.get_running_loop()
+            self._started_s = loop.time()
+            loop.call_later(self._options.first_attempt_s, self._attempted.set)
+            for index in range(len(self._slots)):
+                self._tasks.spawn(self._keep(index), f"connection-{index}")
+
+    # for calls
+
+    async def control(self, deadline: Deadline) -> Connection:
+        """The connection for small messages.
+
+        Raises:
+            Unavailable: There is none now. Only during the first attempt of all it is waited for.
+            Closed: After `aclose`.
+        """
+        await self._settled(deadline)
+        return self._pick(self._slots[:1])
+
+    async def data(self, deadline: Deadline) -> Connection:
+        """The least busy connection for records; raises as `control` does."""
+        await self._settled(deadline)
+        return self._pick(self._slots[1:])
+
+    def now(self) -> Connection | None:
+        """The control connection, if there is one."""
+        return self._slots[0]
+
+    async def _settled(self, deadline: Deadline) -> None:
+        self.start()
+        if not self._attempted.is_set() and not self._closed:
+            async with deadline.scope("connecting to the service"):
+                await self._attempted.wait()
+
+    def _pick(self, slots: list[Connection | None]) -> Connection:
+        if self._closed:
+            raise Closed("the client is closed")
+        if self._suspected:
+            raise Unavailable("the service does not answer at the moment", url=self.url)
+        usable = [connection for connection in slots if connection is not None and connection.open]
+        if not usable:
+            raise Unavailable("the service is not reachable", url=self.url, reason=self._reason)
+        return min(usable, key=lambda connection: connection.num_running)
+
+    # suspicion
+
+    def heard_nothing(self) -> None:
+        """A call ran into its deadline in silence: fail later ones at once until a ping is answered."""
+        if not self._suspected and not self._closed:
+            self._suspected = True
+            self._tasks.spawn(self._probe(), "probe")
+
+    async def _probe(self) -> None:
+        try:
+            await self._ping()
+        except Unavailable as error:
+            self._reason = str(error)
+            for connection in self._slots:  # perhaps new ones fare better
+                if connection is not None:
+                    connection.close()
+        finally:
+            self._suspected = False
+
+    async def _ping(self) -> None:
+        control = self._slots[0]
+        if control is None:
+            raise Unavailable("the service is not reachable", reason=self._reason)
+        await control.ping(Deadline.after(self._options.dead_after_s))
+
+    # keeping connections
+
+    async def _keep(self, index: int) -> None:
+        pause_s = self._options.backoff_s
+        while True:
+            try:
+                connection = await self._open(index)
+            except KVStoreError as error:
+                self._failed(index, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, self._options.backoff_max_s)
+                continue
+            pause_s = self._options.backoff_s
+            self._slots[index] = connection
+            self._opened()
+            await connection.closed.wait()
+            self._slots[index] = None
+            self._reason = connection.reason
+
+    async def _open(self, index: int) -> Connection:
+        address = await self._locate()
+        connection = await Connection.connect(address, self._options, "data" if index else "control")
+        self.num_connects += 1
+        if index == 0:
+            try:
+                await self._on_control(connection)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    def _opened(self) -> None:
+        if all(self._slots):
+            self._attempted.set()
+            level = logging.INFO if self._warned else logging.DEBUG
+            self._warned = False
+            _log.log(level, "the store service is reachable url=%s", self.url)
+
+    def _failed(self, index: int, error: KVStoreError) -> None:
+        self._reason = error.message
+        self._attempted.set()
+        if index == 0:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            _log.log(level, "%s; %s url=%s reason=%s", _NOT_REACHABLE, _NEXT_STEP, self.url, error)
+
+    async def wait_ready(self, deadline: Deadline) -> None:
+        """Return when every connection stands.
+
+        Raises:
+            Unavailable: They do not at the deadline; the message says why.
+        """
+        self.start()
+        while not (all(slot is not None and slot.open for slot in self._slots)):
+            if self._closed:
+                raise Closed("the client is closed")
+            if deadline.expired:
+                raise Unavailable("the service is not reachable", url=self.url, reason=self._reason)
+            await asyncio.sleep(min(0.01, deadline.remaining_s))
+
+    async def aclose(self) -> None:
+        """Close every connection. Idempotent."""
+        self._closed = True
+        self._attempted.set()
+        await self._tasks.aclose()
+        lost = [connection for connection in self._slots if connection is not None]
+        for connection in lost:
+            connection.frames.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                for connection in lost:
+                    await connection.closed.wait()

@@ -1,0 +1,191 @@
+"""`RemoteStore`: the page store of a service somewhere else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.client.connection import Connection, Silent
+from kvstore.client.options import ClientOptions
+from kvstore.client.pool import Pool
+from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError
+from kvstore.format.record import Record, read_record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.deadline import Deadline
+from kvstore.wire import convert, messages
+from kvstore.wire.address import Address
+
+__all__ = ["RemoteStore"]
+
+
+class RemoteStore(PageStore):
+    """Talks to a service; made by `kvstore.client.connect`. Belongs to the event loop of its first call.
+
+    While the service is down or frozen every call raises `Unavailable` at once; it heals by itself, and opens its
+    namespaces again before anybody uses the new connection.
+
+    Args:
+        locate: Where the service is.
+        url: For messages.
+        options: Times and counts.
+    """
+
+    def __init__(self, locate: Callable[[], Awaitable[Address]], url: str, options: ClientOptions) -> None:
+        self._options = options
+        self._namespaces: dict[NamespaceId, NamespaceDescription] = {}
+        self._pool = Pool(locate, url, options, self._reopen)
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """What it was told to connect to."""
+        return self._pool.url
+
+    async def wait_ready(self, *, deadline: Deadline) -> None:
+        """Return when the service can be used.
+
+        Raises:
+            Unavailable: It cannot at the deadline; the message says why.
+        """
+        self._check_open()
+        await self._pool.wait_ready(deadline)
+
+    async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
+        async with self._control(deadline) as connection:
+            namespace = await _open_namespace(connection, description, deadline)
+        self._namespaces[namespace] = description
+        return namespace
+
+    async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        fields = convert.query_fields(query)
+        async with self._control(deadline) as connection:
+            answer, _ = await connection.ask(
+                lambda i, ms: messages.Lookup(i, ms, **fields), messages.LookedUp, deadline=deadline
+            )
+        return convert.parse_lookup(answer, len(query.boundaries))
+
+    async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
+        fields = convert.query_fields(query)
+        async with self._control(deadline) as connection:
+            answer, _ = await connection.ask(
+                lambda i, ms: messages.Stage(i, ms, **fields),
+                messages.Staged,
+                deadline=deadline,
+                stall_s=self._options.stall_timeout_s,
+                on_progress=progress,
+            )
+        return convert.parse_staged(answer)
+
+    async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
+        async with self._control(deadline) as connection:
+            answer, _ = await connection.ask(
+                lambda i, ms: messages.Renew(i, ms, lease), messages.Renewed, deadline=deadline
+            )
+        return answer.alive
+
+    async def load(
+        self,
+        lease: LeaseId,
+        key: RecordKey,
+        *,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Record:
+        """See `PageStore.load`; if cancelled, a buffer from `allocate` is not touched any more."""
+        fields = convert.key_fields(key)
+        async with self._data(deadline) as connection:
+            _, payload = await connection.ask(
+                lambda i, ms: messages.Load(i, ms, lease, **fields),
+                messages.Loaded,
+                deadline=deadline,
+                allocate=allocate,
+            )
+        if payload is None:
+            raise CorruptRecord("the service answered a load without a record", key=key)
+        return read_record(payload, key)
+
+    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+        async with self._data(deadline) as connection:
+            if record.num_bytes > connection.welcome.max_payload_bytes:
+                limit = connection.welcome.max_payload_bytes
+                raise InvalidRequest("the record is too large for this service", limit=limit, seen=record.num_bytes)
+            async with deadline.scope("room for a save"):
+                grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
+            answer, _ = await connection.ask(
+                lambda i, ms: messages.Save(i, ms, ack.value),
+                messages.Saved,
+                deadline=deadline,
+                payload=record.data,
+                settle=lambda: connection.save_credit.give_back(grant),
+            )
+        try:
+            return SaveOutcome(answer.outcome)
+        except ValueError as error:
+            raise InternalError("unknown outcome of a save", seen=answer.outcome) from error
+
+    async def release(self, lease: LeaseId) -> None:
+        self._check_open()
+        if (connection := self._pool.now()) is not None:  # with its connection, its lease has ended too
+            connection.post(messages.Release(lease))
+
+    async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        fields = convert.key_fields(key)
+        async with self._control(deadline) as connection:
+            await connection.ask(
+                lambda i, ms: messages.Discard(i, ms, **fields, reason=reason), messages.Discarded, deadline=deadline
+            )
+
+    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+        async with self._control(deadline) as connection:
+            answer, _ = await connection.ask(messages.Status, messages.StatusReply, deadline=deadline)
+        return answer.values
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._pool.aclose()
+
+    # helpers
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the client is closed")
+
+    @asynccontextmanager
+    async def _control(self, deadline: Deadline) -> AsyncIterator[Connection]:
+        self._check_open()
+        connection = await self._pool.control(deadline)
+        async with self._watching():
+            yield connection
+
+    @asynccontextmanager
+    async def _data(self, deadline: Deadline) -> AsyncIterator[Connection]:
+        self._check_open()
+        connection = await self._pool.data(deadline)
+        async with self._watching():
+            yield connection
+
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """Tell the pool of silence; a call that the closing of this client ended says so."""
+        try:
+            yield
+        except Silent:
+            self._pool.heard_nothing()
+            raise
+        except KVStoreError:
+            self._check_open()
+            raise
+
+    async def _reopen(self, connection: Connection) -> None:
+        deadline = Deadline.after(self._options.hello_timeout_s)
+        for description in list(self._namespaces.values()):
+            await _open_namespace(connection, description, deadline)
+
+
+async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:
+    answer, _ = await connection.ask(
+        lambda i, ms: messages.OpenNamespace(i, ms, description.canonical), messages.NamespaceOpened, deadline=deadline
+    )
+    return convert.parse_namespace(answer.namespace, "namespace_opened.namespace")

@@ -1,0 +1,43 @@
+"""What one connection and one service may hold at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+from kvstore.format.record import MAX_RECORD_BYTES
+
+__all__ = ["ServiceLimits"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Bounds on what peers can make the service hold.
+
+    Attributes:
+        receive_bytes: Payloads of saves being received or stored, over all connections. Too little stalls savers, too
+            much is memory that the tiers do not get.
+        save_credit_bytes: Payloads of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
+            records in flight.
+        max_requests: Unanswered requests on one connection; more are answered `Unavailable`.
+        max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
+        hello_timeout_s: A connection that has not said hello by then is closed.
+        stage_progress_s: Progress frames are at least this far apart.
+    """
+
+    receive_bytes: int = 256 << 20
+    save_credit_bytes: int = 32 << 20
+    max_requests: int = 1024
+    max_loads: int = 8
+    hello_timeout_s: float = 5.0
+    stage_progress_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("receive_bytes", "save_credit_bytes", "max_requests", "max_loads"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest("a limit of the service must be positive", field=name, seen=getattr(self, name))
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest record that is accepted."""
+        return min(MAX_RECORD_BYTES, self.receive_bytes)

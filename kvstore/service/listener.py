@@ -1,0 +1,111 @@
+"""Sockets that accept peers: a Unix socket only its user can reach, or a TCP port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.wire.address import Address, TcpAddress, UnixAddress
+
+__all__ = ["Listener", "unix_accepts"]
+
+_BACKLOG = 512
+
+
+class Listener:
+    """One open address.
+
+    Attributes:
+        address: Where it listens; a TCP port 0 has become the real one.
+    """
+
+    def __init__(self, address: Address, server: asyncio.Server, inode: int | None) -> None:
+        self.address = address
+        self._server = server
+        self._inode = inode
+
+    @classmethod
+    async def open(cls, address: Address, protocol: Callable[[], asyncio.BaseProtocol]) -> Listener:
+        """Listen; `protocol` is made for each peer.
+
+        Raises:
+            InvalidRequest: The address is in use, or cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(address, UnixAddress):
+                sock, inode = _bind_unix(address.path)
+                return cls(address, await loop.create_unix_server(protocol, sock=sock, backlog=_BACKLOG), inode)
+            server = await loop.create_server(protocol, address.host, address.port, backlog=_BACKLOG)
+            port: int = server.sockets[0].getsockname()[1]
+            return cls(TcpAddress(address.host, port), server, None)
+        except OSError as error:
+            hint = "another program listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+            raise InvalidRequest(f"cannot listen: {hint}", address=address) from error
+
+    async def aclose(self) -> None:
+        """Accept nobody any more; a Unix socket's file goes first, so that nobody finds it half closed. Idempotent."""
+        if isinstance(self.address, UnixAddress):
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self.address.path).st_ino == self._inode:  # not a successor's
+                    os.unlink(self.address.path)
+        self._server.close()
+
+
+def _bind_unix(path: str) -> tuple[socket.socket, int]:
+    """A listening socket that appears under `path` with its final mode, or not at all."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    _remove_stale(path)
+    own_path = f"{path}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(own_path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.bind(own_path)
+        os.chmod(own_path, 0o600)
+        sock.listen(_BACKLOG)
+        inode = os.stat(own_path).st_ino
+        os.rename(own_path, path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, inode
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise InvalidRequest("cannot listen: a file that is no socket stands there", path=path)
+    if unix_accepts(path):
+        raise InvalidRequest("cannot listen: another program listens there", path=path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def unix_accepts(path: str) -> bool:
+    """Whether somebody listens on a Unix socket.
+
+    Raises:
+        Unavailable: It cannot be told, e.g. for lack of permission.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:  # its backlog is full: somebody listens, if slowly
+            return True
+        except OSError as error:
+            raise Unavailable("cannot probe a Unix socket", path=path, error=error.strerror) from error
+        return True

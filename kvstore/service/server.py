@@ -1,0 +1,105 @@
+"""The service as an object: a store, its listeners and its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+import kvstore
+from kvstore.api import PageStore
+from kvstore.errors import Unavailable
+from kvstore.runtime.background import Background
+from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.service.admission import PeerAdmission
+from kvstore.service.answers import Answers
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.listener import Listener
+from kvstore.service.session import Session
+from kvstore.wire.address import Address
+
+__all__ = ["Server"]
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 5.0
+
+
+class Server:
+    """Serves a store on any number of addresses until it is closed.
+
+    Args:
+        store: Stays the caller's: it is not closed here.
+        limits: What peers can make it hold.
+        token: Asked of TCP peers, unless empty.
+    """
+
+    def __init__(self, store: PageStore, limits: ServiceLimits | None = None, token: str = "") -> None:
+        self.listeners: list[Listener] = []
+        self._limits = limits or ServiceLimits()
+        self._answers = Answers(store, self.describe)
+        self._admission = PeerAdmission(token)
+        self._budget = ByteBudget(self._limits.receive_bytes)
+        self._sessions: set[Session] = set()
+        self._closing = Background("server")
+        self._started_s = SYSTEM_CLOCK.monotonic_s()
+        self._num_sessions = 0
+        self._quiet_since_s = self._started_s
+
+    async def listen(self, addresses: Sequence[Address]) -> None:
+        """Accept peers on further addresses.
+
+        Raises:
+            InvalidRequest: An address cannot be listened on.
+        """
+        for address in addresses:
+            self.listeners.append(await Listener.open(address, self._new_peer))
+            _log.info("listening address=%s", self.listeners[-1].address)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where it listens."""
+        return tuple(listener.address for listener in self.listeners)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last peer left, or since the start; zero while there is one."""
+        return 0.0 if self._sessions else SYSTEM_CLOCK.monotonic_s() - self._quiet_since_s
+
+    def describe(self) -> Mapping[str, object]:
+        """What `status` says of the service itself."""
+        return {
+            "release": kvstore.__version__,
+            "pid": os.getpid(),
+            "uptime_s": round(SYSTEM_CLOCK.monotonic_s() - self._started_s, 3),
+            "addresses": [str(address) for address in self.addresses],
+            "sessions": len(self._sessions),
+            "sessions_total": self._num_sessions,
+            "requests_running": sum(session.num_running for session in self._sessions),
+            "receive_bytes_used": self._budget.used_bytes,
+            "receive_bytes_limit": self._budget.limit_bytes,
+            "clients": sorted({session.client for session in self._sessions if session.client}),
+        }
+
+    def _new_peer(self) -> asyncio.BaseProtocol:
+        session = Session(self._answers, self._admission, self._limits, self._budget, self._ended)
+        self._sessions.add(session)
+        self._num_sessions += 1
+        return session.connection
+
+    def _ended(self, session: Session) -> None:
+        self._sessions.discard(session)
+        self._quiet_since_s = SYSTEM_CLOCK.monotonic_s()
+        self._closing.spawn(session.aclose(), "session")
+
+    async def aclose(self) -> None:
+        """Stop listening, end every session, let received saves finish for a few seconds. Idempotent."""
+        for listener in self.listeners:
+            await listener.aclose()
+        for session in list(self._sessions):
+            session.connection.refuse(Unavailable("the service is shutting down"))
+        deadline_s = SYSTEM_CLOCK.monotonic_s() + _CLOSE_S
+        while (self._sessions or len(self._closing)) and SYSTEM_CLOCK.monotonic_s() < deadline_s:
+            await asyncio.sleep(0.01)
+        await self._closing.aclose()

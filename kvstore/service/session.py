@@ -1,0 +1,243 @@
+"""One connection of the service: greets, receives, limits, answers, and cleans up after its peer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import kvstore
+from kvstore.api import LeaseId, Progress
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.runtime.background import Background
+from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.answers import Answers
+from kvstore.service.incoming import Incoming, Receipt
+from kvstore.service.limits import ServiceLimits
+from kvstore.wire import messages
+from kvstore.wire.frames import LATER, Head, Later
+from kvstore.wire.messages import PROTOCOL_VERSION, Message
+from kvstore.wire.protocol import FrameConnection
+
+__all__ = ["Admission", "Session"]
+
+_log = logging.getLogger(__name__)
+_DEADLINE_MS_MAX = 3_600_000
+_GRACE_S = 1.0
+_SAVES_LINGER_S = 10.0
+
+
+class Admission(Protocol):
+    """Decides whether a peer may talk to this service."""
+
+    def check(self, connection: FrameConnection, token: str) -> None:
+        """Raises `InvalidRequest` for a peer that may not."""
+        ...
+
+
+class Session:
+    """Serves one peer. Its requests run concurrently; each is answered exactly once while the peer is there.
+
+    When the peer is gone its work is cancelled and its leases end. Saves that were received in full go on: they need
+    nobody, and an engine that ends right after saving should not lose pages.
+
+    Args:
+        answers: What the requests mean; shared by all sessions.
+        admission: Asked once, at the hello.
+        limits: Bounds of this connection.
+        budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
+        on_ended: Called once, when the peer is gone; whoever is called calls `aclose`.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        admission: Admission,
+        limits: ServiceLimits,
+        budget: ByteBudget,
+        on_ended: Callable[[Session], None],
+    ) -> None:
+        self.connection = FrameConnection(self, limits.max_payload_bytes)
+        self.client = ""
+        self.role = ""
+        self.leases: set[LeaseId] = set()
+        self._greeted = False
+        self._answers = answers
+        self._admission = admission
+        self._limits = limits
+        self._incoming = Incoming(budget, limits.save_credit_bytes)
+        self._on_ended = on_ended
+        self._tasks = Background("session")
+        self._saves = Background("session-saves")
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._load_turns = asyncio.Semaphore(limits.max_loads)
+        self._greeting = asyncio.get_running_loop().call_later(limits.hello_timeout_s, self._not_greeted)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
+    # called by the connection
+
+    def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
+        """Allocate for a save, within credit and budget; a payload on any other message is an error."""
+        message = messages.decode(head)
+        if not self._greeted or not isinstance(message, messages.Save):
+            raise InvalidRequest("this message carries no payload", type=message.type, payload_bytes=payload_bytes)
+        if self._incoming.begin(payload_bytes):
+            return memoryview(bytearray(payload_bytes))
+        self._tasks.spawn(self._wait_for_room(payload_bytes, _deadline(message)), "room")
+        return LATER
+
+    async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
+        """Backpressure: nothing more is read from this peer until there is room or its save is too late anyway."""
+        has_room = await self._incoming.wait(payload_bytes, deadline)
+        self.connection.provide(memoryview(bytearray(payload_bytes)) if has_room else None)
+
+    def on_frame(self, head: Head, payload: memoryview | None) -> None:
+        """Start the answer to a message."""
+        message = messages.decode(head)
+        if not self._greeted:
+            self._greet(message)
+            return
+        match message:
+            case messages.Ping():  # answered here: it asks whether this loop runs
+                self.connection.post(messages.Pong(message.id))
+            case messages.Cancel():
+                if (task := self._running.get(message.id)) is not None:
+                    task.cancel()
+            case messages.Release():
+                self._release(LeaseId(message.lease))
+            case messages.Request():
+                self._start(message, payload)
+            case _:
+                raise InvalidRequest("a client does not send this message", type=message.type)
+
+    def on_lost(self, reason: str) -> None:
+        """The peer is gone."""
+        self._greeting.cancel()
+        self._on_ended(self)
+
+    # the greeting
+
+    def _not_greeted(self) -> None:
+        self.connection.refuse(InvalidRequest("no hello arrived in time", seconds=self._limits.hello_timeout_s))
+
+    def _greet(self, message: Message) -> None:
+        if not isinstance(message, messages.Hello):
+            raise InvalidRequest("the first message must be a hello", type=message.type)
+        if message.version < PROTOCOL_VERSION:
+            raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
+        self._admission.check(self.connection, message.token)
+        self._greeting.cancel()
+        self._greeted, self.client, self.role = True, message.client[:128], message.role[:16]
+        self.connection.post(
+            messages.Welcome(
+                version=PROTOCOL_VERSION,
+                release=kvstore.__version__,
+                max_payload_bytes=self._limits.max_payload_bytes,
+                save_credit_bytes=self._limits.save_credit_bytes,
+                max_requests=self._limits.max_requests,
+            )
+        )
+
+    # requests
+
+    def _start(self, request: messages.Request, payload: memoryview | None) -> None:
+        receipt = self._incoming.finish()
+        error: KVStoreError | None = None
+        if request.id in self._running:
+            receipt.settle()
+            raise InvalidRequest("a request id is still in use", id=request.id)
+        if len(self._running) >= self._limits.max_requests:
+            error = Unavailable("too many requests in flight on this connection", limit=self._limits.max_requests)
+        elif isinstance(request, messages.Save) and receipt.dropped:
+            error = Unavailable("no room to receive this record before its deadline")
+        if error is not None:
+            receipt.settle()
+            self.connection.post(messages.error_of(request.id, error))
+            return
+        owner = self._saves if isinstance(request, messages.Save) else self._tasks
+        task = owner.spawn(self._serve(request, payload, receipt), request.type)
+        self._running[request.id] = task
+        task.add_done_callback(lambda _: self._ended(request.id, task, receipt))
+
+    def _ended(self, request_id: int, task: asyncio.Task[None], receipt: Receipt) -> None:
+        del self._running[request_id]
+        receipt.settle()
+        if task.cancelled():  # before it answered, perhaps before it began
+            self.connection.post(messages.error_of(request_id, Unavailable("the request was cancelled")))
+
+    async def _serve(self, request: messages.Request, payload: memoryview | None, receipt: Receipt) -> None:
+        deadline = _deadline(request)
+        reply: Message
+        try:
+            # the store keeps the deadline; the scope only makes sure that no request stays for ever
+            async with Deadline(deadline.at_s + _GRACE_S).scope(request.type):
+                if isinstance(request, messages.Load):
+                    await self._serve_load(request, deadline)
+                    return
+                reply = await self._answers.answer(request, payload, deadline, self._progress_of(request))
+        except KVStoreError as error:
+            reply = messages.error_of(request.id, error)
+        except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
+            _log.exception("a request failed type=%s client=%s", request.type, self.client)
+            reply = messages.error_of(request.id, InternalError("the service failed", error=type(error).__name__))
+        receipt.settle()  # before the answer: it gives the client its credit back
+        lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
+        if lease is not None:
+            self.leases.add(lease)
+        try:
+            await self._send(reply)
+        except asyncio.CancelledError:
+            if lease is not None:  # the client will never know of it
+                self._release(lease)
+            raise
+
+    async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
+        async with self._load_turns:
+            reply, data = await self._answers.load(request, deadline)
+            await self._send(reply, data)
+
+    async def _send(self, reply: Message, payload: memoryview | None = None) -> None:
+        try:
+            await self.connection.send(reply, payload)
+        except Unavailable:  # the peer is gone; `aclose` cleans up
+            return
+
+    def _progress_of(self, request: messages.Request) -> Progress:
+        loop = asyncio.get_running_loop()
+        told_at_s = 0.0
+
+        def progress(num_bytes: int) -> None:
+            nonlocal told_at_s
+            if loop.time() - told_at_s >= self._limits.stage_progress_s:
+                told_at_s = loop.time()
+                self.connection.post(messages.StageProgress(request.id, num_bytes))
+
+        return progress
+
+    # leases and the end
+
+    def _release(self, lease: LeaseId) -> None:
+        self.leases.discard(lease)
+        self._tasks.spawn(self._answers.store.release(lease), "release")
+
+    async def aclose(self) -> None:
+        """Cancel the peer's work, end its leases, let received saves finish. Idempotent."""
+        self.connection.close()
+        await self._tasks.aclose()
+        self._incoming.abandon()
+        leases, self.leases = self.leases, set()
+        for lease in leases:
+            await self._answers.store.release(lease)
+        if saves := [task for task in self._running.values() if not task.done()]:
+            await asyncio.wait(saves, timeout=_SAVES_LINGER_S)
+        await self._saves.aclose()
+
+
+def _deadline(request: messages.Request) -> Deadline:
+    return Deadline.after(min(request.deadline_ms, _DEADLINE_MS_MAX) / 1000)

@@ -1,0 +1,172 @@
+"""Values of `kvstore.api` to and from the fields of messages: many boundaries and keys as a few byte strings."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.wire import messages
+
+__all__ = [
+    "key_fields",
+    "lookup_reply",
+    "parse_key",
+    "parse_lookup",
+    "parse_namespace",
+    "parse_query",
+    "parse_staged",
+    "query_fields",
+    "staged_reply",
+]
+
+
+def query_fields(query: PrefixQuery) -> dict[str, Any]:
+    """The fields of `messages.Lookup` and `messages.Stage` for a query.
+
+    Raises:
+        InvalidRequest: A boundary does not fit 32 bits.
+    """
+    return {
+        "namespace": query.namespace,
+        "tokens": _pack("I", [boundary.tokens for boundary in query.boundaries], "tokens"),
+        "prefixes": b"".join(boundary.prefix for boundary in query.boundaries),
+        "local_tokens": query.local_tokens,
+        "cap_tokens": query.cap_tokens,
+        "step_tokens": query.step_tokens,
+    }
+
+
+def parse_query(message: messages.Lookup) -> PrefixQuery:
+    """The query in a lookup or stage message.
+
+    Raises:
+        InvalidRequest: Lengths do not fit each other, or the query is not valid.
+    """
+    tokens = _unpack("I", message.tokens, f"{message.type}.tokens")
+    prefixes = _prefixes(message.prefixes, len(tokens), f"{message.type}.prefixes")
+    return PrefixQuery(
+        namespace=parse_namespace(message.namespace, f"{message.type}.namespace"),
+        boundaries=tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True)),
+        local_tokens=message.local_tokens,
+        cap_tokens=message.cap_tokens,
+        step_tokens=message.step_tokens,
+    )
+
+
+def lookup_reply(request_id: int, lookup: Lookup) -> messages.LookedUp:
+    """A lookup's outcome as a message."""
+    width = max(1, (max((mask.bit_length() for mask in lookup.groups_present), default=0) + 7) // 8)
+    masks = b"".join(mask.to_bytes(width, "little") for mask in lookup.groups_present)
+    return messages.LookedUp(request_id, lookup.resume_tokens, width, masks)
+
+
+def parse_lookup(message: messages.LookedUp, num_boundaries: int) -> Lookup:
+    """A lookup's outcome from a message.
+
+    Raises:
+        InvalidRequest: There is not one mask per boundary.
+    """
+    width, masks = message.mask_bytes, message.masks
+    _check_length("looked_up.masks", masks, num_boundaries * width)
+    present = (int.from_bytes(masks[at : at + width], "little") for at in range(0, len(masks), max(1, width)))
+    return Lookup(message.resume_tokens, tuple(present))
+
+
+def staged_reply(request_id: int, staged: Staged) -> messages.Staged:
+    """A stage's outcome as a message. All keys are of one namespace, the query's."""
+    return messages.Staged(
+        request_id,
+        lease=staged.lease or b"",
+        resume_tokens=staged.resume_tokens,
+        namespace=staged.keys[0].namespace if staged.keys else bytes(NAMESPACE_BYTES),
+        prefixes=b"".join(key.prefix for key in staged.keys),
+        parts=_pack("H", [part for key in staged.keys for part in (key.group, key.slice)], "parts"),
+        spans=_pack("I", [token for span in staged.spans for token in span], "spans"),
+        num_bytes=staged.num_bytes,
+        lease_s=staged.lease_s,
+        sources=dict(staged.sources),
+    )
+
+
+def parse_staged(message: messages.Staged) -> Staged:
+    """A stage's outcome from a message.
+
+    Raises:
+        InvalidRequest: Lengths do not fit each other.
+    """
+    parts = _unpack("H", message.parts, "staged.parts")
+    num_keys = len(parts) // 2
+    prefixes = _prefixes(message.prefixes, num_keys, "staged.prefixes")
+    tokens = _unpack("I", message.spans, "staged.spans")
+    _check_length("staged.parts", message.parts, num_keys * 4)
+    _check_length("staged.spans", message.spans, num_keys * 8)
+    namespace = parse_namespace(message.namespace, "staged.namespace")
+    if not all(isinstance(count, int) for count in message.sources.values()):
+        raise InvalidRequest("a field has the wrong type", field="staged.sources", expected="whole numbers")
+    return Staged(
+        lease=LeaseId(message.lease) if message.lease else None,
+        resume_tokens=message.resume_tokens,
+        keys=tuple(
+            RecordKey(namespace, prefix, group, slice_)
+            for prefix, group, slice_ in zip(prefixes, parts[::2], parts[1::2], strict=True)
+        ),
+        spans=tuple(zip(tokens[::2], tokens[1::2], strict=True)),
+        sources=dict(message.sources),
+        num_bytes=message.num_bytes,
+        lease_s=message.lease_s,
+    )
+
+
+def key_fields(key: RecordKey) -> dict[str, Any]:
+    """The fields of a key, as `messages.Load` and `messages.Discard` carry them."""
+    return {"namespace": key.namespace, "prefix": key.prefix, "group": key.group, "slice": key.slice}
+
+
+def parse_key(message: messages.Load | messages.Discard) -> RecordKey:
+    """The key in a message.
+
+    Raises:
+        InvalidRequest: A part has the wrong length or range.
+    """
+    _check_length(f"{message.type}.prefix", message.prefix, PREFIX_BYTES)
+    if message.group > 0xFFFF or message.slice > 0xFFFF:
+        raise InvalidRequest("group and slice have 16 bits", group=message.group, slice=message.slice)
+    namespace = parse_namespace(message.namespace, f"{message.type}.namespace")
+    return RecordKey(namespace, PrefixHash(message.prefix), message.group, message.slice)
+
+
+def parse_namespace(namespace: bytes, where: str) -> NamespaceId:
+    """A namespace id of the right length.
+
+    Raises:
+        InvalidRequest: It is not 16 bytes.
+    """
+    _check_length(where, namespace, NAMESPACE_BYTES)
+    return NamespaceId(namespace)
+
+
+def _pack(code: str, numbers: list[int], where: str) -> bytes:
+    try:
+        return struct.pack(f"<{len(numbers)}{code}", *numbers)
+    except struct.error as error:
+        raise InvalidRequest("a number does not fit its width", field=where, error=error) from error
+
+
+def _unpack(code: str, data: bytes, where: str) -> tuple[int, ...]:
+    width = struct.calcsize(f"<{code}")
+    if len(data) % width:
+        raise InvalidRequest("a field has the wrong length", field=where, expected=f"n x {width}", seen=len(data))
+    return struct.unpack(f"<{len(data) // width}{code}", data)
+
+
+def _prefixes(data: bytes, count: int, where: str) -> list[PrefixHash]:
+    _check_length(where, data, count * PREFIX_BYTES)
+    return [PrefixHash(data[at : at + PREFIX_BYTES]) for at in range(0, len(data), PREFIX_BYTES)]
+
+
+def _check_length(where: str, data: bytes, expected: int) -> None:
+    if len(data) != expected:
+        raise InvalidRequest("a field has the wrong length", field=where, expected=expected, seen=len(data))

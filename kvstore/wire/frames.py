@@ -1,0 +1,203 @@
+"""Frames: how messages are cut out of a stream of bytes. Sans-I/O; the table is docs/formats/wire-v1.md.
+
+A frame is a 16-byte prefix (magic with version, head bytes, payload bytes), a msgpack map as head, and a raw payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from kvstore.errors import InternalError, InvalidRequest, UnsupportedFormat
+
+__all__ = [
+    "LATER",
+    "MAGIC",
+    "MAX_HEAD_BYTES",
+    "PREFIX_BYTES",
+    "FrameReader",
+    "FrameSink",
+    "Head",
+    "Later",
+    "pack_head",
+    "unpack_head",
+]
+
+MAGIC = b"KVW1"
+MAX_HEAD_BYTES = 4 << 20
+_PREFIX = struct.Struct("<4sIQ")
+PREFIX_BYTES = _PREFIX.size
+_SCRAP_BYTES = 256 << 10
+
+Head = Mapping[str, Any]
+
+
+class Later(Enum):
+    """The type of `LATER`."""
+
+    LATER = auto()
+
+
+LATER: Final = Later.LATER
+"""A sink's answer while it has no buffer yet: the reader takes no byte until `FrameReader.provide`."""
+
+
+class FrameSink(Protocol):
+    """Whoever gets the frames that a `FrameReader` finds."""
+
+    def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
+        """Called before a payload of at least one byte is received.
+
+        Returns:
+            A writable buffer of at least `payload_bytes` for the payload, `None` to receive and drop it, or `LATER`.
+        """
+        ...
+
+    def on_frame(self, head: Head, payload: memoryview | None) -> None:
+        """Called with a complete frame; `payload` is what was filled of the buffer, `None` if there is none."""
+        ...
+
+
+def pack_head(head: Head, payload_bytes: int = 0) -> bytes:
+    """Prefix and head of a frame; the payload follows on the stream.
+
+    Raises:
+        InternalError: The head is over 4 MiB, which no message of ours may be.
+    """
+    packed: bytes = msgpack.packb(head, use_bin_type=True)
+    if len(packed) > MAX_HEAD_BYTES:
+        raise InternalError("a frame's head is too large", limit_bytes=MAX_HEAD_BYTES, seen=len(packed))
+    return _PREFIX.pack(MAGIC, len(packed), payload_bytes) + packed
+
+
+def unpack_head(data: bytes | bytearray) -> Head:
+    """Read a head back.
+
+    Raises:
+        InvalidRequest: Not one complete msgpack map with text keys.
+    """
+    try:
+        head = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InvalidRequest("a frame's head must be msgpack", seen=type(error).__name__) from error
+    if not isinstance(head, dict) or not all(isinstance(key, str) for key in head):
+        raise InvalidRequest("a frame's head must be a msgpack map with text keys", seen=type(head).__name__)
+    return head
+
+
+class _Phase(Enum):
+    PREFIX = auto()
+    HEAD = auto()
+    WAITING = auto()
+    PAYLOAD = auto()
+
+
+class FrameReader:
+    """Finds frames in a stream: write received bytes into `buffer()`, then tell with `received` how many.
+
+    Nothing is allocated for a size that was not checked first. After an error the stream has no meaning any more.
+
+    Args:
+        sink: Gets the frames.
+        max_payload_bytes: Larger payloads are refused.
+    """
+
+    def __init__(self, sink: FrameSink, max_payload_bytes: int) -> None:
+        self.max_payload_bytes = max_payload_bytes
+        self._sink = sink
+        self._phase = _Phase.PREFIX
+        self._target: memoryview | None = memoryview(bytearray(PREFIX_BYTES))
+        self._filled = 0
+        self._needed = PREFIX_BYTES
+        self._head: Head = {}
+        self._payload_bytes = 0
+        self._scrap: memoryview | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """The sink owes a buffer: do not read."""
+        return self._phase is _Phase.WAITING
+
+    @property
+    def head_of_payload(self) -> Head | None:
+        """The head whose payload is being received or waited for."""
+        return self._head if self._phase in (_Phase.WAITING, _Phase.PAYLOAD) else None
+
+    def buffer(self) -> memoryview:
+        """Where the next received bytes belong; never empty."""
+        if self._phase is _Phase.WAITING:
+            raise InternalError("read from a stream whose sink has no buffer yet")
+        if self._target is not None:
+            return self._target[self._filled : self._needed]
+        if self._scrap is None:
+            self._scrap = memoryview(bytearray(_SCRAP_BYTES))
+        return self._scrap[: self._needed - self._filled]
+
+    def received(self, num_bytes: int) -> None:
+        """Take note of `num_bytes` more in the last `buffer()`; calls the sink for what is complete.
+
+        Raises:
+            InvalidRequest: Malformed or over a limit.
+            UnsupportedFormat: Another version of the protocol.
+        """
+        self._filled += num_bytes
+        if self._filled < self._needed:
+            return
+        if self._phase is _Phase.PREFIX:
+            self._prefix_complete()
+        elif self._phase is _Phase.HEAD:
+            self._head_complete()
+        else:
+            target = self._target[: self._needed] if self._target is not None else None
+            self._deliver(target)
+
+    def provide(self, target: memoryview | None) -> None:
+        """Give the buffer that the sink owed, or `None` to drop the payload."""
+        if self._phase is not _Phase.WAITING:
+            raise InternalError("a buffer was provided that nobody waits for")
+        self._expect(_Phase.PAYLOAD, target, self._payload_bytes)
+
+    def drop_payload(self) -> None:
+        """Receive the rest of the current payload into scrap; its buffer is not touched again."""
+        if self._phase is _Phase.PAYLOAD:
+            self._target = None
+
+    def _prefix_complete(self) -> None:
+        assert self._target is not None
+        magic, head_bytes, payload_bytes = _PREFIX.unpack(self._target)
+        if magic != MAGIC:
+            kind = UnsupportedFormat if magic[:3] == MAGIC[:3] else InvalidRequest
+            raise kind("a frame must start with the magic of its version", expected=MAGIC, seen=magic)
+        if not 1 <= head_bytes <= MAX_HEAD_BYTES:
+            raise InvalidRequest("head size is out of range", field="head_bytes", limit=MAX_HEAD_BYTES, seen=head_bytes)
+        if payload_bytes > self.max_payload_bytes:
+            limit = self.max_payload_bytes
+            raise InvalidRequest("payload is too large", field="payload_bytes", limit=limit, seen=payload_bytes)
+        self._payload_bytes = payload_bytes
+        self._expect(_Phase.HEAD, memoryview(bytearray(head_bytes)), head_bytes)
+
+    def _head_complete(self) -> None:
+        assert self._target is not None
+        self._head = unpack_head(self._target.obj)  # type: ignore[arg-type]
+        if self._payload_bytes == 0:
+            self._deliver(None)
+            return
+        target = self._sink.on_head(self._head, self._payload_bytes)
+        if target is LATER:
+            self._phase = _Phase.WAITING
+        else:
+            self._expect(_Phase.PAYLOAD, target, self._payload_bytes)
+
+    def _deliver(self, payload: memoryview | None) -> None:
+        head, self._head = self._head, {}
+        self._expect(_Phase.PREFIX, memoryview(bytearray(PREFIX_BYTES)), PREFIX_BYTES)
+        self._sink.on_frame(head, payload)
+
+    def _expect(self, phase: _Phase, target: memoryview | None, needed: int) -> None:
+        if target is not None and len(target) < needed:
+            raise InternalError("a buffer for a payload is too small", expected=needed, seen=len(target))
+        self._phase, self._target, self._needed, self._filled = phase, target, needed, 0

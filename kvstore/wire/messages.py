@@ -1,0 +1,331 @@
+"""The messages of protocol version 1. The table is docs/formats/wire-v1.md; values are converted in `convert.py`.
+
+A request carries an `id` that its client chose, unique among its running requests on that connection, and is answered
+exactly once, by the reply named for it or by `Error`; `StageProgress` may come before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from kvstore import errors
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.wire.fields import from_map, to_map
+from kvstore.wire.frames import Head
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Cancel",
+    "Discard",
+    "Discarded",
+    "Error",
+    "Hello",
+    "Load",
+    "Loaded",
+    "LookedUp",
+    "Lookup",
+    "Message",
+    "NamespaceOpened",
+    "OpenNamespace",
+    "Ping",
+    "Pong",
+    "Refused",
+    "Release",
+    "Renew",
+    "Renewed",
+    "Reply",
+    "Request",
+    "Save",
+    "Saved",
+    "Stage",
+    "StageProgress",
+    "Staged",
+    "Status",
+    "StatusReply",
+    "Welcome",
+    "decode",
+    "encode",
+    "error_of",
+    "raise_error",
+]
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages; `type` names them on the wire."""
+
+    type: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """First frame of a client.
+
+    Attributes:
+        version: Highest protocol version that the client speaks.
+        token: Shared secret, empty for none.
+        role: `control` or `data`.
+        client: Name for people, e.g. `pid 17`.
+    """
+
+    type: ClassVar[str] = "hello"
+    version: int
+    token: str = ""
+    role: str = "control"
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """First frame of the service.
+
+    Attributes:
+        version: Protocol version of this connection.
+        release: Release of the service.
+        max_payload_bytes: Larger payloads are refused.
+        save_credit_bytes: Payload bytes of saves that may be unanswered here; one larger save may run alone.
+        max_requests: Requests that may be unanswered here.
+    """
+
+    type: ClassVar[str] = "welcome"
+    version: int
+    release: str
+    max_payload_bytes: int
+    save_credit_bytes: int
+    max_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """Why this connection ends; nothing follows it. `kind` is a class name of `kvstore.errors`."""
+
+    type: ClassVar[str] = "refused"
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Message):
+    """Base of what is answered. `deadline_ms` is relative to its arrival: clocks of two machines need not agree."""
+
+    id: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Message):
+    """Base of answers; `id` is the request's."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace(Request):
+    type: ClassVar[str] = "open_namespace"
+    description: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceOpened(Reply):
+    type: ClassVar[str] = "namespace_opened"
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Request):
+    """A prompt. `tokens` holds u32 per boundary, `prefixes` 32 bytes per boundary."""
+
+    type: ClassVar[str] = "lookup"
+    namespace: bytes
+    tokens: bytes
+    prefixes: bytes
+    local_tokens: int
+    cap_tokens: int
+    step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp(Reply):
+    """`masks` holds `mask_bytes` little-endian bytes per boundary."""
+
+    type: ClassVar[str] = "looked_up"
+    resume_tokens: int
+    mask_bytes: int
+    masks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Lookup):
+    type: ClassVar[str] = "stage"
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress(Reply):
+    """Not the last answer: `num_bytes` are staged so far."""
+
+    type: ClassVar[str] = "stage_progress"
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Reply):
+    """`lease` is empty for nothing staged. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`, 2 u32 in `spans`."""
+
+    type: ClassVar[str] = "staged"
+    lease: bytes
+    resume_tokens: int
+    namespace: bytes
+    prefixes: bytes
+    parts: bytes
+    spans: bytes
+    num_bytes: int
+    lease_s: float
+    sources: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Request):
+    type: ClassVar[str] = "renew"
+    lease: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed(Reply):
+    type: ClassVar[str] = "renewed"
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Request):
+    type: ClassVar[str] = "load"
+    lease: bytes
+    namespace: bytes
+    prefix: bytes
+    group: int
+    slice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Reply):
+    """The frame's payload is the record."""
+
+    type: ClassVar[str] = "loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Request):
+    """The frame's payload is the record."""
+
+    type: ClassVar[str] = "save"
+    ack: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(Reply):
+    type: ClassVar[str] = "saved"
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """Not answered."""
+
+    type: ClassVar[str] = "release"
+    lease: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Discard(Request):
+    type: ClassVar[str] = "discard"
+    namespace: bytes
+    prefix: bytes
+    group: int
+    slice: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded(Reply):
+    type: ClassVar[str] = "discarded"
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Request):
+    type: ClassVar[str] = "status"
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReply(Reply):
+    type: ClassVar[str] = "status_reply"
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Request):
+    type: ClassVar[str] = "ping"
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Reply):
+    type: ClassVar[str] = "pong"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """The answer to request `id` is of no use any more; it is answered all the same. Unknown ids are ignored."""
+
+    type: ClassVar[str] = "cancel"
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Error(Reply):
+    """`kind` is a class name of `kvstore.errors`; an unknown one is read as `InternalError`."""
+
+    type: ClassVar[str] = "error"
+    kind: str
+    message: str
+
+
+_TYPES: dict[str, type[Message]] = {
+    cls.type: cls
+    for cls in (
+        Hello, Welcome, Refused, OpenNamespace, NamespaceOpened, Lookup, LookedUp, Stage, StageProgress, Staged, Renew,
+        Renewed, Load, Loaded, Save, Saved, Release, Discard, Discarded, Status, StatusReply, Ping, Pong, Cancel, Error,
+    )
+}  # fmt: skip
+_KINDS: dict[str, type[KVStoreError]] = {
+    name: kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), KVStoreError)
+}
+
+
+def encode(message: Message) -> dict[str, Any]:
+    """A message as a frame's head."""
+    return {"type": message.type, **to_map(message)}
+
+
+def decode(head: Head) -> Message:
+    """The message in a frame's head.
+
+    Raises:
+        InvalidRequest: An unknown type, or a field that is missing or wrong.
+    """
+    cls = _TYPES.get(name) if isinstance(name := head.get("type"), str) else None
+    if cls is None:
+        seen = name[:64] if isinstance(name, str) else type(name).__name__
+        raise InvalidRequest("unknown type of message", field="type", expected="a type of protocol 1", seen=seen)
+    return from_map(cls, head)
+
+
+def error_of(request_id: int, error: KVStoreError) -> Error:
+    """An error as the answer to a request."""
+    return Error(request_id, type(error).__name__, str(error))
+
+
+def raise_error(answer: Error | Refused) -> None:
+    """Raise what the other side answered, as the class it names."""
+    raise _KINDS.get(answer.kind, InternalError)(answer.message)

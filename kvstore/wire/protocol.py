@@ -1,0 +1,163 @@
+"""A connection as both sides use it: frames over an asyncio transport, received into their owner's buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Protocol, cast
+
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.wire import messages
+from kvstore.wire.frames import FrameReader, FrameSink, Later, pack_head
+
+__all__ = ["FrameConnection", "FrameOwner", "Later"]
+
+_SOCKET_BUFFER_BYTES = 4 << 20
+_WRITE_HIGH_BYTES = 8 << 20
+_LINGER_S = 1.0
+_TCP_SILENCE_MS = 10_000
+
+
+class FrameOwner(FrameSink, Protocol):
+    """A client's or a service's end of one connection."""
+
+    def on_lost(self, reason: str) -> None:
+        """Called once, when nothing will be received or sent any more."""
+        ...
+
+
+class FrameConnection(asyncio.BufferedProtocol):
+    """Frames in both directions; the protocol of an asyncio transport.
+
+    Args:
+        owner: Gets what is received. Errors of `kvstore.errors` that it raises end the connection with a `Refused`.
+        max_payload_bytes: Larger payloads end the connection.
+    """
+
+    def __init__(self, owner: FrameOwner, max_payload_bytes: int) -> None:
+        self.reader = FrameReader(owner, max_payload_bytes)
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._turn = asyncio.Lock()
+        self._closing = False
+
+    # called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
+        tune_socket(self._transport.get_extra_info("socket"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received_bytes += nbytes
+        if self._closing:
+            return
+        try:
+            self.reader.received(nbytes)
+        except KVStoreError as error:
+            self.refuse(error)
+        if self.reader.waiting and self._transport is not None:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._transport = None
+        self._writable.set()
+        self._owner.on_lost(f"connection lost: {exc}" if exc else "connection closed by the other side")
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # called by the owner
+
+    @property
+    def open(self) -> bool:
+        return not self._closing and self._transport is not None
+
+    def extra(self, name: str) -> object:
+        """`get_extra_info` of the transport."""
+        return self._transport.get_extra_info(name) if self._transport is not None else None
+
+    def post(self, message: messages.Message) -> None:
+        """Send a message without waiting, even past the high-water mark; for small ones. Dropped when closed."""
+        if self.open:
+            self._write(message, None)
+
+    async def send(self, message: messages.Message, payload: memoryview | None = None) -> None:
+        """Send a message when it is its turn and the other side reads; the payload is not copied.
+
+        Raises:
+            Unavailable: The connection is closed.
+
+        If cancelled, the frame is wholly sent or not begun.
+        """
+        async with self._turn:
+            await self._writable.wait()
+            if not self.open:
+                raise Unavailable("the connection is closed")
+            self._write(message, payload)
+
+    def _write(self, message: messages.Message, payload: memoryview | None) -> None:
+        assert self._transport is not None
+        head = pack_head(messages.encode(message), 0 if payload is None else len(payload))
+        self.sent_bytes += len(head) + (0 if payload is None else len(payload))
+        self._transport.write(head)
+        if payload is not None:
+            self._transport.write(payload)
+
+    def provide(self, target: memoryview | None) -> None:
+        """Give the buffer that the owner answered `LATER` for, and read on."""
+        if self.open and self.reader.waiting:
+            self.reader.provide(target)
+            assert self._transport is not None
+            self._transport.resume_reading()
+
+    def refuse(self, error: KVStoreError) -> None:
+        """Tell the other side why, where it still reads, and close."""
+        if self.open:
+            self._write(messages.Refused(type(error).__name__, str(error)), None)
+        self.close()
+
+    def close(self) -> None:
+        """Close after what was written is sent, at the latest after a second. `on_lost` follows. Idempotent."""
+        if self._transport is not None and not self._closing:
+            self._closing = True
+            self._transport.close()
+            asyncio.get_running_loop().call_later(_LINGER_S, self._abort)
+
+    def abort(self) -> None:
+        """Close at once, dropping what is not sent. `on_lost` follows. Idempotent."""
+        self._closing = True
+        self._abort()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def tune_socket(sock: socket.socket | None) -> None:
+    """Large buffers, and on TCP no delay and an end to connections whose peer is silently gone."""
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_SILENCE_MS)
