@@ -1,0 +1,17 @@
+"""The vLLM side: a KV connector that saves the cache of finished prefixes to a kvstore service and resumes from it.
+
+vLLM finds `KVStoreConnector` here (`"kv_connector_module_path": "connector"`). It is imported when asked for, so that
+the pure parts of this package can be used and tested without vLLM.
+"""
+
+from typing import Any
+
+__all__ = ["KVStoreConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVStoreConnector":
+        from connector.connector import KVStoreConnector
+
+        return KVStoreConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

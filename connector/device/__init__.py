@@ -1,0 +1,1 @@
+"""Copies between cache tensors and host pages; the only folder that may touch `torch.cuda`. See README.md."""

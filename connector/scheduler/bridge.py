@@ -1,0 +1,28 @@
+"""What the scheduler side needs of the store's thread: hand over a coroutine, get a future, never wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from kvstore.api import PageStore
+
+__all__ = ["Bridge", "result_or_none"]
+
+Value = TypeVar("Value")
+
+
+class Bridge(Protocol):
+    """One loop thread with one store on it; `kvstore.client.BlockingStore` is the real one."""
+
+    def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
+        """Run `work(store)` on the loop. Cancelling the future cancels the task."""
+        ...
+
+
+def result_or_none(future: Future[Value]) -> Value | None:
+    """The result of a future that is done; `None` when it failed, which for a cache means: go on without."""
+    if future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()

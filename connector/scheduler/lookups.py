@@ -1,0 +1,193 @@
+"""From a request to a hit: hash the prompt, ask what is there, fetch it, and only then promise it.
+
+Every question is answered at once with what is known: a number of tokens, or `None` for "ask again". Nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+
+from connector.prefix_hash import PrefixChain
+from connector.scheduler.bridge import Bridge, result_or_none
+from connector.scheduler.ledger import Fetch, RequestState
+from connector.settings import ConnectorSettings
+from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
+from kvstore.model.keys import NamespaceId
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.meters import Meters
+
+__all__ = ["Lookups"]
+
+_log = logging.getLogger(__name__)
+
+_RENEW_SHARE = 3
+"""A lease is renewed after a third of its time, so that two lost renewals do not end it."""
+
+
+class Lookups:
+    """Finds and stages hits for requests.
+
+    Args:
+        bridge: To the store.
+        settings: Timeouts.
+        step_tokens: Hits end on multiples of this (the engine's scheduler block).
+        meters: Counters.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        settings: ConnectorSettings,
+        *,
+        step_tokens: int,
+        meters: Meters,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._bridge = bridge
+        self._settings = settings
+        self._step_tokens = step_tokens
+        self._meters = meters
+        self._clock = clock
+
+    def start(self, state: RequestState, namespace: NamespaceId) -> None:
+        """Hash the prompt and look it up, in the background."""
+        chain = state.chain
+        assert chain is not None
+        timeout_s = self._settings.lookup_timeout_ms / 1000
+        prompt, step_tokens = state.prompt, self._step_tokens
+
+        async def hash_prompt(store: PageStore) -> None:
+            await asyncio.get_running_loop().run_in_executor(None, chain.extend, prompt)
+
+        hashed = self._bridge.submit(hash_prompt)
+
+        async def look_up(store: PageStore) -> Lookup:
+            await asyncio.wrap_future(hashed)
+            query = _query(namespace, chain, prompt, step_tokens, local_tokens=0)
+            return await store.lookup(query, deadline=Deadline.after(timeout_s))
+
+        state.hashed = hashed
+        state.lookup = self._bridge.submit(look_up)
+
+    def hit(self, state: RequestState, namespace: NamespaceId, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that are staged and leased, 0 for none, `None` for "ask again"."""
+        if state.closed or state.chain is None:
+            return 0
+        now = self._clock.monotonic_s()
+        if state.asked_s is None:
+            state.asked_s = now
+        if state.fetch is not None:
+            return self._poll_fetch(state, namespace, local_tokens, now)
+        if state.lookup is None:
+            self.start(state, namespace)
+        lookup = state.lookup
+        assert lookup is not None
+        if not lookup.done():
+            if now - state.asked_s < self._settings.lookup_timeout_ms / 1000:
+                return None
+            self._meters.add("connector_lookup_timeouts")
+            return self._give_up(state)
+        answer = result_or_none(lookup)
+        if answer is None:
+            self._meters.add("connector_lookup_failures")
+            return self._give_up(state)
+        state.learn_presence()
+        if answer.resume_tokens <= local_tokens:
+            return self._give_up(state)
+        self._fetch(state, namespace, local_tokens, now)
+        return None
+
+    def _fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> None:
+        assert state.chain is not None
+        query = _query(namespace, state.chain, state.prompt, self._step_tokens, local_tokens=local_tokens)
+        deadline = Deadline.after(self._settings.max_wait_ms / 1000)
+        future = self._bridge.submit(lambda store: store.stage(query, deadline=deadline))
+        state.fetch = Fetch(query, future, now, now)
+
+    def _poll_fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> int | None:
+        fetch = state.fetch
+        assert fetch is not None
+        if not fetch.future.done():
+            # the stage call ends by itself when nothing comes any more; this is the ceiling above it
+            if now - fetch.started_s < self._settings.max_wait_ms / 1000 + 1.0:
+                return None
+            self._meters.add("connector_stage_timeouts")
+            return self._give_up(state)
+        staged = result_or_none(fetch.future)
+        if staged is None or staged.lease is None or staged.resume_tokens <= local_tokens:
+            if staged is None:
+                self._meters.add("connector_stage_failures")
+            return self._give_up(state)
+        if local_tokens < fetch.query.local_tokens:
+            # vLLM evicted blocks that it had when we fetched: what lies below is not staged, start over
+            self.drop_fetch(state)
+            self._fetch(state, namespace, local_tokens, now)
+            return None
+        if now - fetch.renewed_s > staged.lease_s / _RENEW_SHARE:
+            if now - fetch.renewed_s >= staged.lease_s:
+                self.drop_fetch(state)
+                self._fetch(state, namespace, local_tokens, now)
+                return None
+            fetch.renewed_s = now
+            self._renew(staged.lease)
+        return staged.resume_tokens - local_tokens
+
+    def _renew(self, lease: LeaseId) -> None:
+        async def renew(store: PageStore) -> None:
+            await store.renew(lease, deadline=Deadline.after(1.0))
+
+        self._bridge.submit(renew)
+
+    def _give_up(self, state: RequestState) -> int:
+        self.drop_fetch(state)
+        state.closed = True
+        return 0
+
+    def admitted(self, state: RequestState) -> Staged:
+        """vLLM allocated blocks for the staged hit: it is being loaded from now on; its lease starts anew."""
+        fetch = state.fetch
+        assert fetch is not None
+        staged = fetch.future.result()
+        assert staged.lease is not None
+        state.fetch, state.loading = None, fetch
+        self._renew(staged.lease)
+        return staged
+
+    def drop_fetch(self, state: RequestState) -> None:
+        """Forget what was being staged and end its lease."""
+        fetch, state.fetch = state.fetch, None
+        if fetch is not None:
+            self._release(fetch)
+
+    def loaded(self, state: RequestState) -> None:
+        """The ranks are done with the load, well or not: end its lease."""
+        fetch, state.loading = state.loading, None
+        if fetch is not None:
+            self._release(fetch)
+
+    def forget(self, state: RequestState) -> None:
+        """The request ended: cancel what runs for it and end its leases, except that of a load in flight."""
+        for future in (state.hashed, state.lookup):
+            if future is not None:
+                future.cancel()
+        self.drop_fetch(state)
+
+    def _release(self, fetch: Fetch) -> None:
+        fetch.future.cancel()
+        fetch.future.add_done_callback(self._release_result)
+
+    def _release_result(self, future: Future[Staged]) -> None:
+        staged = result_or_none(future)
+        if staged is not None and (lease := staged.lease) is not None:
+            self._bridge.submit(lambda store: store.release(lease))
+
+
+def _query(
+    namespace: NamespaceId, chain: PrefixChain, prompt: tuple[int, ...], step_tokens: int, *, local_tokens: int
+) -> PrefixQuery:
+    # at least one token is left to compute: the engine needs the logits of the last one
+    cap_tokens = max(0, len(prompt) - 1) // step_tokens * step_tokens
+    return PrefixQuery(namespace, tuple(chain.boundaries), local_tokens, cap_tokens, step_tokens)

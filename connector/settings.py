@@ -1,0 +1,162 @@
+"""What an operator may set, parsed once at the door: `kv_connector_extra_config` and `KVSTORE_CONNECTOR_*`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+
+__all__ = ["ConnectorSettings", "cache_folder"]
+
+MIB = 1 << 20
+_ENVIRONMENT = "KVSTORE_CONNECTOR_"
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_MODES = ("both", "load", "save", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """Settings of one engine's connector.
+
+    Attributes:
+        url: The service: `embedded:` (a private one, started on demand), `unix:/path` or `tcp://host:port`.
+        token_file: File with the bearer token for a `tcp://` service; not the token itself, since vLLM logs arguments.
+        mode: `both`, `load` (read only), `save` (write only) or `off`.
+        weights_id: Names the weights instead of a digest of their files. Two engines with equal ids share pages, so an
+            id that stays the same while weights change serves wrong output.
+        weights_may_change: The weights are updated in place (reinforcement learning). Not supported yet: such an
+            engine is left uncached.
+        trust_mm_uuids: Take identifiers that users chose for multimodal items as content. Not supported yet, since
+            requests with multimodal items are not cached yet.
+        pinned_bytes: Host memory per rank for pages on their way, half of it for saves. A full prompt of saves that
+            does not fit waits for its request's next step, or is dropped at its end.
+        memory_bytes: Memory tier of the embedded service; `None` is its default, a tenth of the RAM.
+        disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
+        lookup_timeout_ms: Longest wait for the answer whether anything is stored.
+        stall_timeout_ms: Fetching ends when no byte came for this long; what has come is used.
+        max_wait_ms: Longest wait for a fetch, however well it goes.
+        audit_rate: Share of restored pages to recompute and compare. Not supported yet: only 0.
+    """
+
+    url: str = "embedded:"
+    token_file: str | None = None
+    mode: str = "both"
+    weights_id: str | None = None
+    weights_may_change: bool = False
+    trust_mm_uuids: bool = False
+    pinned_bytes: int = 512 * MIB
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    lookup_timeout_ms: int = 100
+    stall_timeout_ms: int = 300
+    max_wait_ms: int = 10_000
+    audit_rate: int = 0
+
+    @property
+    def loads(self) -> bool:
+        return self.mode in ("both", "load")
+
+    @property
+    def saves(self) -> bool:
+        return self.mode in ("both", "save")
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ConnectorSettings:
+        """Read the settings; the environment wins over `extra_config`.
+
+        Raises:
+            InvalidRequest: An unknown key (with the nearest valid one), or a value that does not fit its field.
+        """
+        environment = _environment() if environment is None else environment
+        seen: dict[str, tuple[str, Any]] = {key: (key, value) for key, value in extra_config.items()}
+        for name, value in environment.items():
+            if name.startswith(_ENVIRONMENT):
+                seen[name.removeprefix(_ENVIRONMENT).lower()] = (name, value)
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, (origin, value) in seen.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(sorted(known))}"
+                raise InvalidRequest(f"unknown connector setting {origin!r}: {hint}")
+            values[key] = _convert(origin, str(known[key].type), value)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.mode not in _MODES:
+            raise InvalidRequest(f"mode must be one of {', '.join(_MODES)}", field="mode", seen=self.mode)
+        for field in ("pinned_bytes", "lookup_timeout_ms", "stall_timeout_ms", "max_wait_ms"):
+            if getattr(self, field) <= 0:
+                raise InvalidRequest("expected a positive number", field=field, seen=getattr(self, field))
+        for field in ("memory_bytes", "disk_bytes"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise InvalidRequest("expected a positive number", field=field, seen=value)
+        if self.audit_rate != 0:
+            raise InvalidRequest("auditing is not supported yet: only 0", field="audit_rate", seen=self.audit_rate)
+        if self.weights_id == "":
+            raise InvalidRequest("expected a name, or leave it out for a digest of the files", field="weights_id")
+
+    def read_token(self) -> str | None:
+        """The bearer token, without surrounding white space, or `None` when no file is named.
+
+        Raises:
+            InvalidRequest: The file cannot be read or is empty.
+        """
+        if self.token_file is None:
+            return None
+        try:
+            token = Path(self.token_file).read_text().strip()
+        except OSError as error:
+            raise InvalidRequest("cannot read the token file", field="token_file", error=error) from error
+        if not token:
+            raise InvalidRequest("the token file is empty", field="token_file", path=self.token_file)
+        return token
+
+
+def _environment() -> Mapping[str, str]:
+    return os.environ  # noqa: TID251 - this package's one look at the environment
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Where digests of weight files are kept between starts."""
+    environment = _environment() if environment is None else environment
+    home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "kvstore"
+
+
+def _convert(origin: str, wanted: str, value: Any) -> Any:
+    if value is None and "None" in wanted:
+        return None
+    if wanted.startswith("str") and isinstance(value, str):
+        return value
+    if wanted == "bool":
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "1", "false", "0"):
+            return value.lower() in ("true", "1")
+    if wanted.startswith("int"):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, str) and (number := _parse_number(value)) is not None:
+            return number
+    expected = {"bool": "true or false", "int": "a whole number, or for bytes a text like '8GiB'"}
+    kind = "text" if wanted.startswith("str") else expected["int" if wanted.startswith("int") else wanted]
+    raise InvalidRequest(f"expected {kind}", field=origin, seen=repr(value))
+
+
+def _parse_number(text: str) -> int | None:
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    if unit not in _UNITS or not digits.isdecimal():
+        return None
+    return int(digits) * _UNITS[unit]
