@@ -2,7 +2,7 @@
 
 The words: a prefix is cut into *cells* of `page_tokens`. A boundary that ends a cell may have a page, a boundary inside
 a cell a tail, and either is a record that spans its cell from the start to the boundary. A recurrent group has a state
-at a boundary instead. A resume point `n`, which need not be a boundary but is not beyond the last one, is usable when every
+at a boundary instead. A resume point `n` need not be a boundary, but is not beyond the last one. It is usable when every
 group agrees:
 
 - a paged group, when every cell between the first token its kind still reads (`GroupKind.needed_from`) and `n` has a
@@ -23,7 +23,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.spans import cell_of
 
-__all__ = ["NeededRecord", "longest_resumable", "records_to_resume"]
+__all__ = ["MAX_POINTS", "NeededRecord", "longest_resumable", "records_to_resume"]
+
+MAX_POINTS = 1 << 20
+"""Most cells, and most resume points, that one prompt may have: bounds a hostile question to about a second."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,9 +64,12 @@ def longest_resumable(
     Returns:
         A multiple of `step_tokens` in `(local_tokens, cap_tokens]`, or `local_tokens`.
 
+    Raises:
+        InvalidRequest: The arguments are not what they must be, or mean more than `MAX_POINTS` cells or points.
+
     Runs in time linear in boundaries x groups, plus one step for each candidate.
     """
-    _check(boundary_tokens, groups_present)
+    _check(boundary_tokens, groups_present, layout.page_tokens)
     if step_tokens <= 0:
         raise InvalidRequest("step_tokens must be positive", step_tokens=step_tokens)
     readers = [
@@ -75,6 +81,8 @@ def longest_resumable(
         for index, group in enumerate(layout.groups)
     ]
     furthest = min((boundary_tokens[-1] if boundary_tokens else 0), cap_tokens)
+    if furthest // step_tokens > MAX_POINTS:
+        raise InvalidRequest(f"a prompt has at most {MAX_POINTS} resume points", seen=furthest // step_tokens)
     candidate = furthest // step_tokens * step_tokens
     while candidate > local_tokens:
         if all(reader.usable(candidate) for reader in readers):
@@ -95,36 +103,45 @@ def records_to_resume(
 
     Raises:
         InvalidRequest: `resume_tokens` is not usable with what is present.
+
+    At or below `local_tokens` there is nothing to read.
     """
-    _check(boundary_tokens, groups_present)
+    _check(boundary_tokens, groups_present, layout.page_tokens)
+    if resume_tokens <= local_tokens:
+        return ()
+    if resume_tokens > (boundary_tokens[-1] if boundary_tokens else 0):
+        raise InvalidRequest("the resume point is beyond the last boundary", resume_tokens=resume_tokens)
     needed: list[NeededRecord] = []
     for index, group in enumerate(layout.groups):
+        ends = _ends(boundary_tokens, groups_present, index)
         start = group.kind.needed_from(resume_tokens)
         if start is None:
-            needed.append(NeededRecord(resume_tokens, index))
-            continue
-        start = max(start, local_tokens)
-        if start >= resume_tokens:
-            continue
-        covers = _covers(boundary_tokens, groups_present, index, layout.page_tokens, resume_tokens)
-        for cell in range(start // layout.page_tokens, cell_of(resume_tokens, layout.page_tokens) + 1):
-            needed.append(NeededRecord(covers.get(cell, 0), index))
-    present = {NeededRecord(t, g) for t, bits in zip(boundary_tokens, groups_present, strict=True) for g in _bits(bits)}
-    if missing := [record for record in needed if record not in present]:
-        raise InvalidRequest("the resume point is not usable", resume_tokens=resume_tokens, missing=len(missing))
+            chosen = [resume_tokens if resume_tokens in ends else None]
+        elif (start := max(start, local_tokens)) < resume_tokens:
+            covers = _covers(ends, layout.page_tokens, resume_tokens)
+            last = cell_of(resume_tokens, layout.page_tokens)
+            chosen = [covers.get(cell) for cell in range(start // layout.page_tokens, last + 1)]
+        else:
+            chosen = []
+        for tokens in chosen:
+            if tokens is None:
+                raise InvalidRequest("the resume point is not usable", resume_tokens=resume_tokens, group=index)
+            needed.append(NeededRecord(tokens, index))
     return tuple(sorted(needed))
 
 
-def _covers(
-    boundary_tokens: Sequence[int], groups_present: Sequence[int], group: int, page_tokens: int, resume_tokens: int
-) -> dict[int, int]:
-    """For each cell the nearest boundary with a record that reaches the cell's end or `resume_tokens`."""
+def _ends(boundary_tokens: Sequence[int], groups_present: Sequence[int], group: int) -> list[int]:
+    """The boundaries, ascending, at which a group's record ends."""
+    return [tokens for tokens, bits in zip(boundary_tokens, groups_present, strict=True) if bits >> group & 1]
+
+
+def _covers(ends: Sequence[int], page_tokens: int, resume_tokens: int) -> dict[int, int]:
+    """For each cell the nearest of `ends` that reaches the cell's end or `resume_tokens`."""
     covers: dict[int, int] = {}
-    for tokens, bits in zip(boundary_tokens, groups_present, strict=True):
+    for tokens in ends:
         cell = cell_of(tokens, page_tokens)
-        reach = min(resume_tokens, (cell + 1) * page_tokens)
-        if bits >> group & 1 and tokens >= reach and cell not in covers:
-            covers[cell] = tokens
+        if tokens >= min(resume_tokens, (cell + 1) * page_tokens):
+            covers.setdefault(cell, tokens)
     return covers
 
 
@@ -132,7 +149,7 @@ class _StateReader:
     """Usable where there is a state."""
 
     def __init__(self, boundary_tokens: Sequence[int], groups_present: Sequence[int], group: int) -> None:
-        self._states = {t for t, bits in zip(boundary_tokens, groups_present, strict=True) if bits >> group & 1}
+        self._states = set(_ends(boundary_tokens, groups_present, group))
 
     def usable(self, resume_tokens: int) -> bool:
         return resume_tokens in self._states
@@ -156,9 +173,8 @@ class _PageReader:
         self._local_tokens = local_tokens
         num_cells = cell_of(boundary_tokens[-1], page_tokens) + 1 if boundary_tokens else 0
         self._reach = [0] * num_cells  # furthest boundary with a record in each cell, 0 for none
-        for tokens, bits in zip(boundary_tokens, groups_present, strict=True):
-            if bits >> index & 1:
-                self._reach[cell_of(tokens, page_tokens)] = tokens
+        for tokens in _ends(boundary_tokens, groups_present, index):
+            self._reach[cell_of(tokens, page_tokens)] = tokens
         # first cell of the unbroken run of full pages that ends before each cell
         self._run_start = [0] * (num_cells + 1)
         for cell in range(num_cells):
@@ -175,14 +191,12 @@ class _PageReader:
         return self._reach[last] >= resume_tokens and self._run_start[last] <= start // self._page_tokens
 
 
-def _bits(bits: int) -> list[int]:
-    return [index for index in range(bits.bit_length()) if bits >> index & 1]
-
-
-def _check(boundary_tokens: Sequence[int], groups_present: Sequence[int]) -> None:
+def _check(boundary_tokens: Sequence[int], groups_present: Sequence[int], page_tokens: int) -> None:
     if len(boundary_tokens) != len(groups_present):
         raise InvalidRequest(
             "each boundary needs its presence", seen=len(groups_present), expected=len(boundary_tokens)
         )
     if any(later <= earlier for earlier, later in pairwise((0, *boundary_tokens))):
         raise InvalidRequest("boundaries must ascend from above zero")
+    if boundary_tokens and cell_of(boundary_tokens[-1], page_tokens) >= MAX_POINTS:
+        raise InvalidRequest(f"a prompt has at most {MAX_POINTS} cells", tokens=boundary_tokens[-1])

@@ -171,9 +171,9 @@ def test_records_to_resume_are_sufficient_and_none_is_too_much(situation: Situat
 @given(situations(), st.integers(1, LENGTH_MAX))
 def test_records_to_resume_refuses_a_point_that_is_not_usable(situation: Situation, resume: int) -> None:
     """For a point that brute force finds unusable there is no list of records, not a wrong one."""
-    if resume <= situation.local or resume > max(situation.boundaries, default=0):
-        return
-    if usable(situation, resume):
+    if resume <= situation.local:
+        assert plan(situation, resume) == ()
+    elif resume <= max(situation.boundaries, default=0) and usable(situation, resume):
         plan(situation, resume)
     else:
         with pytest.raises(InvalidRequest):
