@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.client.blocking import BlockingStore
 from kvstore.client.connecting import EmbeddedOptions, connect
 from kvstore.client.options import ClientOptions
 from kvstore.client.remote import RemoteStore
@@ -9,6 +10,7 @@ from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 
 __all__ = [
     "Address",
+    "BlockingStore",
     "ClientOptions",
     "EmbeddedOptions",
     "RemoteStore",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -67,7 +68,8 @@ class Connection:
         welcome: What the service said.
         save_credit: Bytes of saves that may be unanswered.
         closed: Set when nothing can be asked any more.
-        load_bytes: Payload bytes that were asked for and did not arrive yet, for balancing.
+        num_running: Requests without answer.
+        socket_id: Descriptor and inode.
     """
 
     def __init__(self, options: ClientOptions, role: str) -> None:
@@ -75,6 +77,7 @@ class Connection:
         self.role = role
         self.closed = asyncio.Event()
         self.reason = ""
+        self.socket_id: tuple[int, int] | None = None
         self.num_running = 0
         self._options = options
         self._ids = count(1)
@@ -100,6 +103,7 @@ class Connection:
                     await loop.create_unix_connection(lambda: self.frames, address.path)
                 else:
                     await loop.create_connection(lambda: self.frames, address.host, address.port)
+                self.socket_id = _socket_id(self.frames.extra("socket"))
                 hello = messages.Hello(PROTOCOL_VERSION, options.token, role, options.name)
                 self.frames.post(hello)
                 self.welcome = await self._greeting
@@ -288,6 +292,13 @@ class Connection:
     def close(self) -> None:
         """Close at once. Idempotent."""
         self.frames.abort()
+
+
+def _socket_id(sock: object) -> tuple[int, int] | None:
+    if not hasattr(sock, "fileno"):
+        return None
+    descriptor: int = sock.fileno()
+    return descriptor, os.fstat(descriptor).st_ino
 
 
 def _postpone(

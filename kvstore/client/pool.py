@@ -102,6 +102,10 @@ class Pool:
             raise Unavailable("the service is not reachable", url=self.url, reason=self._reason)
         return min(usable, key=lambda connection: connection.num_running)
 
+    def sockets(self) -> list[tuple[int, int]]:
+        """Descriptor and inode of each open connection."""
+        return [slot.socket_id for slot in self._slots if slot is not None and slot.open and slot.socket_id]
+
     # suspicion
 
     def heard_nothing(self) -> None:

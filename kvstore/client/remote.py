@@ -43,6 +43,14 @@ class RemoteStore(PageStore):
         """What it was told to connect to."""
         return self._pool.url
 
+    def start(self) -> None:
+        """Begin to connect on the running loop; without it the first call does. Idempotent."""
+        self._pool.start()
+
+    def sockets(self) -> list[tuple[int, int]]:
+        """Descriptor and inode of each connection, for whoever must not keep them open after a fork."""
+        return self._pool.sockets()
+
     async def wait_ready(self, *, deadline: Deadline) -> None:
         """Return when the service can be used.
 

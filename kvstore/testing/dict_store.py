@@ -1,4 +1,4 @@
-"""The smallest honest `PageStore`: dictionaries, no tiers, no limits; a model to test whatever stands in front of it."""
+"""The smallest honest `PageStore`: dictionaries, no tiers, no limits; for tests of what stands in front of one."""
 
 from __future__ import annotations
 

@@ -1,0 +1,246 @@
+"""`BlockingStore`: the store for plain threads, over one event loop in one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import uvloop
+
+from kvstore.api import Ack, LeaseId, Lookup, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.client.connecting import EmbeddedOptions, connect
+from kvstore.client.options import ClientOptions
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["BlockingStore"]
+
+Value = TypeVar("Value")
+_LATE_S = 0.25
+_CLOSE_S = 3.0
+
+
+class BlockingStore:
+    """Every call of `PageStore` twice: `submit_x` returns a future at once, `x` waits, never past its deadline.
+
+    Futures fail as `PageStore` does; cancelling one cancels its call. Callbacks of futures, `progress`, `allocate` run
+    on the loop's thread: they must be quick, and calls of this object from them that would wait are refused.
+
+    A process that is forked while this exists must not use it (it gets `Closed`); it holds none of the connections,
+    so the service sees the end of the process that made them.
+
+    Args:
+        url, token, options, embedded: As for `connect`: neither blocks nor fails when no service is there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        options: ClientOptions | None = None,
+        embedded: EmbeddedOptions | None = None,
+    ) -> None:
+        self._store = connect(url, token=token, options=options, embedded=embedded)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
+        self._thread.start()
+        self._loop.call_soon_threadsafe(self._store.start)
+        _living.add(self)
+        atexit.register(self.close)
+
+    @property
+    def url(self) -> str:
+        """What it was told to connect to."""
+        return self._store.url
+
+    # calls
+
+    def submit_wait_ready(self, *, deadline: Deadline) -> Future[None]:
+        return self._submit(lambda: self._store.wait_ready(deadline=deadline))
+
+    def wait_ready(self, *, deadline: Deadline) -> None:
+        """Return when the service can be used; see `RemoteStore.wait_ready`."""
+        self._wait(self.submit_wait_ready(deadline=deadline), deadline)
+
+    def submit_open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> Future[NamespaceId]:
+        return self._submit(lambda: self._store.open_namespace(description, deadline=deadline))
+
+    def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
+        return self._wait(self.submit_open_namespace(description, deadline=deadline), deadline)
+
+    def submit_lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Future[Lookup]:
+        return self._submit(lambda: self._store.lookup(query, deadline=deadline))
+
+    def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        return self._wait(self.submit_lookup(query, deadline=deadline), deadline)
+
+    def submit_stage(
+        self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None
+    ) -> Future[Staged]:
+        """If the future is cancelled, nothing stays leased."""
+        return self._submit(lambda: self._store.stage(query, deadline=deadline, progress=progress))
+
+    def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
+        return self._wait(self.submit_stage(query, deadline=deadline, progress=progress), deadline)
+
+    def submit_renew(self, lease: LeaseId, *, deadline: Deadline) -> Future[bool]:
+        return self._submit(lambda: self._store.renew(lease, deadline=deadline))
+
+    def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
+        return self._wait(self.submit_renew(lease, deadline=deadline), deadline)
+
+    def submit_load(
+        self,
+        lease: LeaseId,
+        key: RecordKey,
+        *,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Future[Record]:
+        """If the future is cancelled, the buffer may be written until the loop's thread has seen it: drop it."""
+        return self._submit(lambda: self._store.load(lease, key, deadline=deadline, allocate=allocate))
+
+    def load(
+        self,
+        lease: LeaseId,
+        key: RecordKey,
+        *,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Record:
+        return self._wait(self.submit_load(lease, key, deadline=deadline, allocate=allocate), deadline)
+
+    def submit_save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> Future[SaveOutcome]:
+        return self._submit(lambda: self._store.save(record, ack=ack, deadline=deadline))
+
+    def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+        return self._wait(self.submit_save(record, ack=ack, deadline=deadline), deadline)
+
+    def submit_discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> Future[None]:
+        return self._submit(lambda: self._store.discard(key, reason, deadline=deadline))
+
+    def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        self._wait(self.submit_discard(key, reason, deadline=deadline), deadline)
+
+    def submit_status(self, *, deadline: Deadline) -> Future[Mapping[str, object]]:
+        return self._submit(lambda: self._store.status(deadline=deadline))
+
+    def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+        return self._wait(self.submit_status(deadline=deadline), deadline)
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease; returns at once and never fails."""
+        with suppress(Closed):
+            self._submit(lambda: self._store.release(lease))
+
+    # the bridge
+
+    def _submit(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Future[Value]:
+        if os.getpid() != self._pid:
+            raise Closed("this store belongs to another process: make one after the fork", pid=self._pid)
+        with self._lock:  # between a check and the call nobody closes the loop
+            if self._closed:
+                raise Closed("the client is closed")
+            return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)
+
+    async def _answer(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+        try:
+            return await call()
+        except asyncio.CancelledError:
+            if self._closed:
+                raise Closed("the client was closed during the call") from None
+            raise
+
+    def _wait(self, future: Future[Value], deadline: Deadline) -> Value:
+        if threading.current_thread() is self._thread:
+            future.cancel()
+            raise InvalidRequest("a call that waits was made from the client's own thread: use submit_... there")
+        try:
+            # the call ends itself at the deadline; the rest is for a loop whose thread gets no processor
+            return future.result(deadline.remaining_s + _LATE_S)
+        except FutureTimeout:
+            future.cancel()
+            raise Unavailable("the client's thread did not answer in time") from None
+        except CancelledError:
+            raise Closed("the client was closed during the call") from None
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    # the end
+
+    def close(self) -> None:
+        """Close the connections and end the thread, within three seconds; running calls fail `Closed`. Idempotent.
+
+        In a forked process it does nothing. From the loop's own thread it is refused.
+        """
+        if os.getpid() != self._pid:
+            return
+        if threading.current_thread() is self._thread:
+            raise InvalidRequest("the client cannot be closed from its own thread")
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        atexit.unregister(self.close)
+        _living.discard(self)
+        with suppress(FutureTimeout, CancelledError):
+            ending.result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    async def _end(self) -> None:
+        await self._store.aclose()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+
+    def __enter__(self) -> BlockingStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _forget_sockets(self) -> None:
+        """In a forked child: let go of the parent's connections without a word to the other side."""
+        for descriptor, inode in self._store.sockets():
+            with suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:
+                    # replaced, not closed: whoever closes that number later closes nothing of anybody else
+                    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                    os.dup2(null, descriptor, inheritable=False)
+                    os.close(null)
+
+
+_living: weakref.WeakSet[BlockingStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_living):
+        store._forget_sockets()
+
+
+os.register_at_fork(after_in_child=_after_fork)
