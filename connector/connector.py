@@ -29,7 +29,7 @@ from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
 from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm_facts import cache_layers, read_facts
 from connector.worker.side import WorkerSide, rank_page_bytes
-from kvstore.client import BlockingStore, connect
+from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 
 __all__ = ["KVStoreConnector"]
 
@@ -105,13 +105,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         assert self._facts.attention is not None
         self._bridge = BlockingStore(
-            connect(
-                settings.url,
-                token=token,
-                memory_bytes=settings.memory_bytes,
-                disk_bytes=settings.disk_bytes,
-                stall_timeout_s=settings.stall_timeout_ms / 1000,
-            )
+            settings.url,
+            token=token,
+            options=ClientOptions(stall_timeout_s=settings.stall_timeout_ms / 1000),
+            embedded=EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes),
         )
         if role is KVConnectorRole.SCHEDULER:
             if self._facts.load_failure_policy == "fail":

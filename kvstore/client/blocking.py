@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from kvstore.api import Ack, LeaseId, Lookup, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
 from kvstore.client.connecting import EmbeddedOptions, connect
 from kvstore.client.options import ClientOptions
 from kvstore.errors import Closed, InvalidRequest, Unavailable
@@ -69,6 +69,14 @@ class BlockingStore:
         return self._store.url
 
     # calls
+
+    def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
+        """Run `work(store)` on the loop's thread: several calls as one task.
+
+        Raises:
+            Closed: The client is closed, or belongs to another process.
+        """
+        return self._submit(lambda: work(self._store))
 
     def submit_wait_ready(self, *, deadline: Deadline) -> Future[None]:
         return self._submit(lambda: self._store.wait_ready(deadline=deadline))

@@ -1,0 +1,72 @@
+"""Real vLLM engines on a small seeded llama; each engine is a process of its own, as in production."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
+
+LENGTHS = (2500, 1300, 2560)
+"""One that ends inside a block, one inside the first page's half, one at a block."""
+
+RESTORED = (2432, 1280, 2432)
+"""Where a hit of each may end at most: a block boundary that leaves a token to compute."""
+
+
+@pytest.fixture(scope="session")
+def work() -> Path:
+    """Folder that engines share between runs: what vLLM compiles, and the checkpoints."""
+    folder = Path(os.environ.get("KVSTORE_TEST_WORK", ".work")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(work: Path) -> Path:
+    folder = work / "checkpoints" / "llama"
+    write_checkpoint("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    return [seeded_prompt(seed, length) for seed, length in enumerate(LENGTHS, 101)]
+
+
+@pytest.fixture
+def engine(work: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., EngineProcess]]:
+    """Start engines that end with the test."""
+    with ExitStack() as stack:
+
+        def start(spec: EngineSpec) -> EngineProcess:
+            return stack.enter_context(start_engine(spec, work=work, name=request.node.name.split("[")[0]))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def references(llama: Path, prompts: list[tuple[int, ...]], work: Path) -> Callable[[str], list[Answer]]:
+    """By runner: what an engine without connector answers when it resumes from its own cache at the same token."""
+    known: dict[str, list[Answer]] = {}
+
+    def reference(runner: str) -> list[Answer]:
+        if runner not in known:
+            spec = EngineSpec(checkpoint=llama, runner=runner)  # type: ignore[arg-type]
+            with start_engine(spec, work=work, name=f"reference-{runner}") as plain:
+                ask_each(plain, prompts)
+                known[runner] = ask_each(plain, prompts)
+            assert [answer.num_cached_tokens for answer in known[runner]] == list(RESTORED)
+        return known[runner]
+
+    return reference
+
+
+def ask_each(engine: EngineProcess, prompts: list[tuple[int, ...]]) -> list[Answer]:
+    """Answer prompts one after the other."""
+    return [engine.generate([Request(prompt)])[0] for prompt in prompts]
