@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
-from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
+from kvstore.tiers.detached import Work, outcome_of, see_through
 from kvstore.tiers.filesystem.files import Fsync, RecordFiles
 from kvstore.tiers.filesystem.index import Index
 from kvstore.tiers.verify import check_deadline
@@ -25,16 +25,8 @@ __all__ = ["FilesystemTier"]
 
 T = TypeVar("T")
 
-Work = Callable[[], Coroutine[Any, Any, T]]
-
 _JOBS_MAX = 256
 _CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    value: T | None = None
-    error: KVStoreError | None = None
 
 
 class FilesystemTier(Tier):
@@ -107,7 +99,7 @@ class FilesystemTier(Tier):
         buffer = allocate_exactly(num_bytes, allocate)
         reading = asyncio.wrap_future(self._submit(self._files.read, key, buffer))
         try:
-            record = await self._outcome(reading, "read a record", deadline)
+            record = await outcome_of(reading, f"read a record in {self._files.root}", deadline)
         finally:
             reading.cancel()  # takes it out of the queue if no thread has begun
         if record is None and self._index.size_of(key) == num_bytes:
@@ -197,21 +189,7 @@ class FilesystemTier(Tier):
 
     async def _see_through(self, work: Work[T], what: str, deadline: Deadline) -> T:
         """Run `work` to its end even when the caller is cancelled or out of time, so that index and files agree."""
-        task = self._background.spawn(_captured(work), what)
-        outcome = await self._outcome(task, what, deadline)
-        if outcome.error is not None:
-            raise outcome.error
-        return cast(T, outcome.value)
-
-    async def _outcome(self, future: asyncio.Future[T], what: str, deadline: Deadline) -> T:
-        await asyncio.wait({future}, timeout=deadline.remaining_s)
-        if not future.done():
-            raise Unavailable(
-                f"could not {what} before the deadline: check the disk's load and health", path=self._files.root
-            )
-        if future.cancelled():
-            raise Closed("the tier was closed during the call", tier=self.name)
-        return future.result()
+        return await see_through(self._background, work, f"{what} in {self._files.root}", deadline)
 
     def _submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         self._check_room()
@@ -241,11 +219,3 @@ class FilesystemTier(Tier):
     def _check(self, deadline: Deadline) -> None:
         self._check_open()
         check_deadline(deadline, self.name)
-
-
-async def _captured(work: Work[T]) -> _Outcome[T]:
-    """What became of `work`, expected errors as values: its owner may be gone, and they are no bug to log."""
-    try:
-        return _Outcome(value=await work())
-    except KVStoreError as error:
-        return _Outcome(error=error)

@@ -1,0 +1,211 @@
+"""The bytes of the Redis protocol (RESP2), without I/O: commands out, replies in.
+
+Large replies are received straight into the buffer that a sink names, so nothing is copied after `recv_into`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+__all__ = ["Argument", "ErrorReply", "ProtocolError", "Reply", "ReplyParser", "encode_command", "joined"]
+
+Argument = bytes | str | int | memoryview
+
+_SCRATCH_BYTES = 16 * 1024
+_LINE_BYTES_MAX = _SCRATCH_BYTES // 2
+_BULK_BYTES_MAX = 512 << 20
+_ITEMS_MAX = 1 << 20
+_DEPTH_MAX = 8
+_INLINE_BYTES = 8 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An error that the server answered, e.g. `OOM command not allowed ...`."""
+
+    message: str
+
+    @property
+    def code(self) -> str:
+        """Its first word."""
+        return self.message.partition(" ")[0]
+
+
+Reply = Union[None, int, str, bytes, memoryview, ErrorReply, "list[Reply]"]
+"""A bulk string is `bytes`, or the sink's `memoryview`; a simple string is `str`."""
+
+
+class ProtocolError(Exception):
+    """The peer does not speak RESP2; the connection is of no further use. Stays inside this package."""
+
+
+def encode_command(*arguments: Argument) -> list[bytes | memoryview]:
+    """The command as parts to write one after the other; large arguments are parts of their own, not copied."""
+    parts: list[bytes | memoryview] = []
+    small = [b"*%d\r\n" % len(arguments)]
+    for argument in arguments:
+        if isinstance(argument, memoryview) and len(argument) > _INLINE_BYTES:
+            small.append(b"$%d\r\n" % len(argument))
+            parts += [b"".join(small), argument]
+            small = [b"\r\n"]
+            continue
+        text = str(argument).encode() if isinstance(argument, str | int) else bytes(argument)
+        small += [b"$%d\r\n" % len(text), text, b"\r\n"]
+    return [*parts, b"".join(small)]
+
+
+class ReplyParser:
+    """Turns received bytes into replies.
+
+    The caller receives into `buffer()` and then says how much with `received`; both at once, so that no byte is ever
+    on its way into a buffer that `drop_target` was called for.
+
+    Args:
+        sink_for: Asked with the size of each bulk string that is a reply of its own: where to put it, or `None` to
+            throw it away.
+        on_reply: Called with each reply; one that was thrown away is `None`.
+    """
+
+    def __init__(self, sink_for: Callable[[int], memoryview | None], on_reply: Callable[[Reply], None]) -> None:
+        self._sink_for = sink_for
+        self._on_reply = on_reply
+        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._scratch_view = memoryview(self._scratch)
+        self._scrap = memoryview(bytearray(64 * 1024))
+        self._start = 0  # what is received but not yet read stands at scratch[start:end]
+        self._end = 0
+        self._target: memoryview | None = None  # of the bulk string that is being received
+        self._filled = 0
+        self._body_left = 0
+        self._newline_due = False
+        self._stack: list[tuple[int, list[Reply]]] = []  # arrays that are being received: items in all, items so far
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        if self._body_left == 0:
+            return self._scratch_view[self._end :]
+        if self._target is None:
+            return self._scrap[: self._body_left]
+        return self._target[self._filled :]
+
+    def received(self, num_bytes: int) -> None:
+        """Take note of bytes that stand in `buffer()` now.
+
+        Raises:
+            ProtocolError: They are not RESP2.
+        """
+        if self._body_left:
+            self._filled += num_bytes
+            self._body_left -= num_bytes
+            if self._body_left == 0:
+                self._end_bulk()
+            return
+        self._end += num_bytes
+        while self._step():
+            pass
+        rest = self._end - self._start
+        if self._start:
+            self._scratch[:rest] = self._scratch[self._start : self._end]
+            self._start, self._end = 0, rest
+
+    def drop_target(self) -> None:
+        """Throw the rest of the bulk string away that is being received now, if any."""
+        self._target = None
+
+    def _step(self) -> bool:
+        """Read one line, and what of a body stands behind it. False: more bytes are needed."""
+        if self._newline_due:
+            if self._end - self._start < 2:
+                return False
+            if self._scratch[self._start : self._start + 2] != b"\r\n":
+                raise ProtocolError("a bulk string does not end with a new line")
+            self._start += 2
+            self._newline_due = False
+        line_end = self._scratch.find(b"\r\n", self._start, self._end)
+        if line_end < 0:
+            if self._end - self._start > _LINE_BYTES_MAX:
+                raise ProtocolError("a line is too long")
+            return False
+        line = bytes(self._scratch_view[self._start : line_end])
+        self._start = line_end + 2
+        kind, text = line[:1], line[1:]
+        if kind == b"$":
+            return self._begin_bulk(_number(text, _BULK_BYTES_MAX))
+        if kind == b"*":
+            self._begin_array(_number(text, _ITEMS_MAX))
+        elif kind == b":":
+            self._value(_number(text, None))
+        elif kind == b"+":
+            self._value(text.decode(errors="replace"))
+        elif kind == b"-":
+            self._value(ErrorReply(text.decode(errors="replace")))
+        else:
+            raise ProtocolError(f"unknown kind of reply {kind!r}")
+        return True
+
+    def _begin_array(self, num_items: int) -> None:
+        if num_items <= 0:
+            self._value(None if num_items < 0 else [])
+        elif len(self._stack) >= _DEPTH_MAX:
+            raise ProtocolError("arrays are nested too deep")
+        else:
+            self._stack.append((num_items, []))
+
+    def _begin_bulk(self, num_bytes: int) -> bool:
+        if num_bytes < 0:
+            self._value(None)
+            return True
+        self._target = memoryview(bytearray(num_bytes)) if self._stack else self._sink_for(num_bytes)
+        here = min(num_bytes, self._end - self._start)
+        if self._target is not None:
+            self._target[:here] = self._scratch_view[self._start : self._start + here]
+        self._start += here
+        self._filled = here
+        self._body_left = num_bytes - here
+        if self._body_left:
+            return False
+        self._end_bulk()
+        return True
+
+    def _end_bulk(self) -> None:
+        target, self._target = self._target, None
+        self._newline_due = True
+        self._value(bytes(target) if self._stack and target is not None else target)
+
+    def _value(self, value: Reply) -> None:
+        while self._stack:
+            num_items, items = self._stack[-1]
+            items.append(value)
+            if len(items) < num_items:
+                return
+            self._stack.pop()
+            value = items
+        self._on_reply(value)
+
+
+def _number(text: bytes, maximum: int | None) -> int:
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise ProtocolError(f"expected a number, seen {text[:40]!r}") from error
+    if maximum is not None and not -1 <= number <= maximum:
+        raise ProtocolError(f"a length is out of range, seen {number}")
+    return number
+
+
+def joined(commands: Sequence[Sequence[bytes | memoryview]]) -> list[bytes | memoryview]:
+    """The parts of several commands with neighbouring small parts made one, so that a pipeline is few writes."""
+    parts: list[bytes | memoryview] = []
+    small: list[bytes] = []
+    for command in commands:
+        for part in command:
+            if isinstance(part, bytes):
+                small.append(part)
+            else:
+                parts += [b"".join(small), part]
+                small = []
+    if small:
+        parts.append(b"".join(small))
+    return parts
