@@ -2,8 +2,8 @@
 
 The words: a prefix is cut into *cells* of `page_tokens`. A boundary that ends a cell may have a page, a boundary inside
 a cell a tail, and either is a record that spans its cell from the start to the boundary. A recurrent group has a state
-at a boundary instead. A resume point `n` need not be a boundary, but is not beyond the last one. It is usable when every
-group agrees:
+at a boundary instead. A resume point `n` need not be a boundary, but is not beyond the last one. It is usable when
+every group agrees:
 
 - a paged group, when every cell between the first token its kind still reads (`GroupKind.needed_from`) and `n` has a
   record that reaches `n` or the cell's end. The record may reach *past* `n`: its tokens are known to be equal, since

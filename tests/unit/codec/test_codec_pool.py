@@ -1,0 +1,220 @@
+"""The codec pool: bytes bound what runs, waiters are served in order, nothing leaks when somebody gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.codec import CodecPool
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+
+
+class Gate:
+    """Work that tells that it started and ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> str:
+        self.started.set()
+        assert self._open.wait(10)
+        return "done"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[CodecPool]:
+    pool = CodecPool(num_threads=2, limit_bytes=100)
+    yield pool
+    pool.close()
+    assert pool.usage.used_bytes == 0
+    assert pool.usage.num_waiting == 0
+
+
+def soon() -> Deadline:
+    return Deadline.after(10)
+
+
+def test_try_submit_says_busy_instead_of_waiting(pool: CodecPool) -> None:
+    """With the budget used up a plain thread is told so at once, and is let in when the job has ended."""
+    gate = Gate()
+    job = pool.try_submit(80, gate)
+    assert job is not None
+    assert pool.try_submit(30, str) is None
+    small = pool.try_submit(20, divmod, 7, 2)
+    assert small is not None and small.result(10) == (3, 1)
+    gate.open()
+    assert job.result(10) == "done"
+    assert pool.submit(100, lambda: 5, deadline=soon()).result(10) == 5
+
+
+def test_submit_gives_up_at_its_deadline(pool: CodecPool) -> None:
+    """A plain thread that waits for room longer than its deadline is turned away; its work never starts."""
+    gate, never = Gate(), Gate()
+    job = pool.submit(100, gate, deadline=soon())
+    with pytest.raises(Unavailable):
+        pool.submit(1, never, deadline=Deadline.after(0.02))
+    gate.open()
+    job.result(10)
+    assert not never.started.is_set()
+
+
+def test_submit_waits_for_room(pool: CodecPool) -> None:
+    """A plain thread that waits is let in as soon as the bytes are free."""
+    gate = Gate()
+    pool.submit(100, gate, deadline=soon())
+    threading.Timer(0.02, gate.open).start()
+    assert pool.submit(100, lambda: "next", deadline=soon()).result(10) == "next"
+
+
+def test_more_than_the_whole_budget_is_refused(pool: CodecPool) -> None:
+    """A job that could never be let in is the caller's mistake."""
+    with pytest.raises(InvalidRequest):
+        pool.submit(101, str, deadline=soon())
+    assert pool.try_submit(101, str) is None
+    with pytest.raises(InvalidRequest):
+        CodecPool(num_threads=0, limit_bytes=1)
+
+
+async def test_run_returns_results_and_errors(pool: CodecPool) -> None:
+    """From asyncio the result comes back, and so does what the work raised; either way the bytes are free again."""
+    assert await pool.run(100, lambda: 42, deadline=soon()) == 42
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(100, lambda: 1 // 0, deadline=soon())
+    assert await pool.run(100, lambda: 43, deadline=soon()) == 43
+
+
+async def test_waiters_are_served_in_order(pool: CodecPool) -> None:
+    """A small job does not overtake a large one that came first."""
+    gate, order = Gate(), list[str]()
+    first = asyncio.ensure_future(pool.run(60, gate, deadline=soon()))
+    await asyncio.to_thread(gate.started.wait, 10)
+    large = asyncio.ensure_future(pool.run(100, lambda: order.append("large"), deadline=soon()))
+    await asyncio.sleep(0)
+    small = asyncio.ensure_future(pool.run(10, lambda: order.append("small"), deadline=soon()))
+    await asyncio.sleep(0.01)
+    assert pool.usage.num_waiting == 2
+    assert pool.try_submit(10, str) is None
+    gate.open()
+    await asyncio.gather(first, large, small)
+    assert order == ["large", "small"]
+
+
+async def test_run_gives_up_at_its_deadline(pool: CodecPool) -> None:
+    """A task that waits for room longer than its deadline is turned away, and whoever stands behind it moves up."""
+    gate, never = Gate(), Gate()
+    first = asyncio.ensure_future(pool.run(60, gate, deadline=soon()))
+    await asyncio.to_thread(gate.started.wait, 10)
+    large = asyncio.ensure_future(pool.run(100, never, deadline=Deadline.after(0.02)))
+    await asyncio.sleep(0)
+    assert await pool.run(10, lambda: "small", deadline=soon()) == "small"
+    with pytest.raises(Unavailable):
+        await large
+    gate.open()
+    assert await first == "done"
+    assert not never.started.is_set()
+
+
+async def test_cancelled_while_waiting_for_room(pool: CodecPool) -> None:
+    """A task cancelled in the queue leaves nothing behind: its work never starts, its bytes are never taken."""
+    gate, never = Gate(), Gate()
+    first = asyncio.ensure_future(pool.run(100, gate, deadline=soon()))
+    await asyncio.to_thread(gate.started.wait, 10)
+    waiting = asyncio.ensure_future(pool.run(100, never, deadline=soon()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert pool.usage.num_waiting == 0
+    gate.open()
+    await first
+    assert not never.started.is_set()
+
+
+async def test_cancelled_while_the_work_runs(pool: CodecPool) -> None:
+    """A task cancelled during its work ends only when the work has: until then its buffers are still written to."""
+    gate = Gate()
+    task = asyncio.ensure_future(pool.run(100, gate, deadline=soon()))
+    await asyncio.to_thread(gate.started.wait, 10)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.005)
+    assert not task.done()
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await pool.run(100, lambda: "next", deadline=soon()) == "next"
+
+
+async def test_cancelled_before_a_thread_is_free(pool: CodecPool) -> None:
+    """A task let in but still without a thread is cancelled at once, and its work never starts."""
+    gates, never = (Gate(), Gate()), Gate()
+    running = [asyncio.ensure_future(pool.run(10, gate, deadline=soon())) for gate in gates]
+    for gate in gates:
+        await asyncio.to_thread(gate.started.wait, 10)
+    task = asyncio.ensure_future(pool.run(10, never, deadline=soon()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    for gate in gates:
+        gate.open()
+    await asyncio.gather(*running)
+    assert not never.started.is_set()
+
+
+async def test_close_turns_waiters_away_and_lets_jobs_end() -> None:
+    """Closing ends what runs, refuses what waits and what comes later, and may be done twice."""
+    pool, gate = CodecPool(num_threads=1, limit_bytes=10), Gate()
+    running = asyncio.ensure_future(pool.run(10, gate, deadline=soon()))
+    await asyncio.to_thread(gate.started.wait, 10)
+    waiting = asyncio.ensure_future(pool.run(10, str, deadline=soon()))
+    await asyncio.sleep(0.01)
+    closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
+    with pytest.raises(Closed):
+        await waiting
+    gate.open()
+    await closing
+    assert await running == "done"
+    pool.close()
+    with pytest.raises(Closed):
+        await pool.run(1, str, deadline=soon())
+    with pytest.raises(Closed):
+        pool.try_submit(1, str)
+    assert pool.usage.used_bytes == 0
+
+
+def test_many_threads_and_one_budget() -> None:
+    """Sixteen threads hammer a small pool: never more than the budget runs, every job runs, nothing stays taken."""
+    pool, lock = CodecPool(num_threads=4, limit_bytes=10), threading.Lock()
+    now, peak, done = 0, 0, 0
+
+    def work(num_bytes: int) -> None:
+        nonlocal now, peak, done
+        with lock:
+            now += num_bytes
+            peak = max(peak, now)
+        with lock:
+            now -= num_bytes
+            done += 1
+
+    def ask(seed: int) -> None:
+        for turn in range(50):
+            num_bytes = (seed + turn) % 7 + 1
+            pool.submit(num_bytes, lambda n=num_bytes: work(n), deadline=soon()).result(10)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert (done, now, pool.usage.used_bytes) == (800, 0, 0)
+    assert peak <= 10
