@@ -1,0 +1,118 @@
+"""`python -m kvstore.service`: a service from settings, or the private one of a directory."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.client.embedded import default_directory, private_socket_path
+from kvstore.compose import open_store
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.service.private import AnotherRuns, log_to, only_service_of
+from kvstore.service.running import run_service
+from kvstore.service.server import Server
+from kvstore.settings import Settings, load_settings
+from kvstore.wire.address import TcpAddress
+
+__all__ = ["main", "read_token", "serve_embedded", "serve_settings"]
+
+_log = logging.getLogger(__name__)
+_TOKEN_BYTES_MAX = 4096
+
+
+def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
+    """Serve as the settings say until SIGTERM, SIGINT, or the end of its clients where `idle_exit_s` is set.
+
+    Raises:
+        KVStoreError: It cannot start; the message says what to change.
+    """
+    token = read_token(settings.token_file) if settings.token_file is not None else ""
+    if isinstance(settings.listen, TcpAddress) and not token:
+        raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
+    run_service(
+        open_store(settings),
+        [settings.listen],
+        token=token,
+        idle_exit_s=settings.idle_exit_s,
+        on_ready=on_ready,
+    )
+
+
+def serve_embedded(directory: Path, flags: Mapping[str, object]) -> None:
+    """Serve one directory privately: memory and files, on a socket inside it, as its only service.
+
+    Args:
+        directory: Everything is kept here.
+        flags: Further settings; where it listens and keeps records is not among them.
+
+    Raises:
+        AnotherRuns: The directory has a service already.
+        KVStoreError: It cannot start.
+    """
+    path = private_socket_path(directory)
+    with only_service_of(directory, path):
+        own = {"listen": f"unix:{path}", "hot": "memory:", "cold": f"file://{directory / 'records'}"}
+        serve_settings(load_settings({**flags, **own}))
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without white space around it.
+
+    Raises:
+        InvalidRequest: It cannot be read, is empty, or others than its owner may read it.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise InvalidRequest("others may read the token: chmod 600 it", field="token_file", path=path)
+            token = file.read(_TOKEN_BYTES_MAX).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest("cannot read the token", field="token_file", path=path, error=error) from error
+    if not token:
+        raise InvalidRequest("the token is empty", field="token_file", path=path)
+    return token
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; returns the exit status: 0 for an ordinary end, 1 for a failure, 2 for a wrong argument."""
+    given = vars(_parser().parse_args(arguments))
+    embedded, directory, config = given.pop("embedded"), given.pop("directory"), given.pop("settings")
+    try:
+        if embedded:
+            directory = Path(os.path.abspath(directory or default_directory()))
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            log_to(directory / "service.log")
+            serve_embedded(directory, given)
+        else:
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+            serve_settings(load_settings(given, config=config))
+    except AnotherRuns as error:
+        _log.info("%s", error)
+    except InvalidRequest as error:
+        _complain(error)
+        return 2
+    except (KVStoreError, OSError) as error:
+        _complain(error)
+        return 1
+    return 0
+
+
+def _complain(error: Exception) -> None:
+    _log.error("%s", error)
+    print(f"kvstore service: {error}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kvstore.service", allow_abbrev=False)
+    parser.add_argument("--embedded", action="store_true", help="be the private service of a directory")
+    parser.add_argument("--directory", type=Path, help="of the private service")
+    parser.add_argument("--settings", type=Path, help="TOML file")
+    for name in Settings.model_fields:
+        option: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": "see the settings"}
+        parser.add_argument("--" + name.replace("_", "-"), **option)
+    return parser

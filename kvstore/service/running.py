@@ -1,0 +1,84 @@
+"""A service from its start to its end: open the store, listen, wait for a reason to stop, close in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+
+import uvloop
+
+from kvstore.api import PageStore
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.server import Server
+from kvstore.wire.address import Address
+
+__all__ = ["run_service", "serve_until_told"]
+
+_log = logging.getLogger(__name__)
+_IDLE_POLL_S = 0.1
+
+
+async def serve_until_told(
+    store: AbstractAsyncContextManager[PageStore],
+    addresses: Sequence[Address],
+    *,
+    limits: ServiceLimits | None = None,
+    token: str = "",
+    idle_exit_s: float | None = None,
+    on_ready: Callable[[Server], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until there was no client for `idle_exit_s`.
+
+    Args:
+        store: Opened first, closed last.
+        addresses: Where to listen.
+        limits: What peers can make the service hold.
+        token: Asked of TCP peers, unless empty.
+        idle_exit_s: `None`: never ends by itself.
+        on_ready: Called when all addresses accept.
+
+    Raises:
+        KVStoreError: The store does not open, or an address cannot be listened on.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with store as opened:
+        server = Server(opened, limits, token)
+        try:
+            await server.listen(addresses)
+            if on_ready is not None:
+                on_ready(server)
+            await _until(stop, server, idle_exit_s)
+        finally:
+            await server.aclose()
+    _log.info("stopped")
+
+
+async def _until(stop: asyncio.Event, server: Server, idle_exit_s: float | None) -> None:
+    if idle_exit_s is None:
+        await stop.wait()
+        return
+    while not stop.is_set() and server.quiet_s < idle_exit_s:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_POLL_S):
+                await stop.wait()
+
+
+def run_service(
+    store: AbstractAsyncContextManager[PageStore],
+    addresses: Sequence[Address],
+    *,
+    limits: ServiceLimits | None = None,
+    token: str = "",
+    idle_exit_s: float | None = None,
+    on_ready: Callable[[Server], None] | None = None,
+) -> None:
+    """`serve_until_told` on a loop of its own."""
+    uvloop.run(
+        serve_until_told(store, addresses, limits=limits, token=token, idle_exit_s=idle_exit_s, on_ready=on_ready)
+    )
