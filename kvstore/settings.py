@@ -1,0 +1,222 @@
+"""Settings of a service: flags over environment over one TOML file over defaults. Only `kvstore.compose` reads them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvstore.client.embedded import default_directory
+from kvstore.errors import InvalidRequest
+from kvstore.tiers.locations import (
+    ColdLocation,
+    FileLocation,
+    HotLocation,
+    NoTier,
+    RedisLocation,
+    S3Location,
+    parse_cold,
+    parse_hot,
+)
+from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+
+__all__ = ["Settings", "load_settings", "parse_bytes"]
+
+ENV_PREFIX = "KVSTORE_"
+CONFIG_VARIABLE = "KVSTORE_CONFIG"
+"""Names the TOML file where no flag does."""
+
+_FOREIGN_PREFIXES = ("KVSTORE_CONNECTOR_", "KVSTORE_TEST_")
+"""The engine's side, and the test suite, read these."""
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(value: object) -> int:
+    """Read a number of bytes: a whole number, or text like `8GiB`, `500 MB`, `1.5TiB`.
+
+    Raises:
+        ValueError: Neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    unit = next((size for name, size in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None:
+        raise ValueError("expected bytes, like 8GiB, 500MB or 1048576")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def _address(value: object) -> Address:
+    return value if isinstance(value, UnixAddress | TcpAddress) else _parsed(parse_address, value)
+
+
+def _admin_address(value: object) -> TcpAddress:
+    if isinstance(value, TcpAddress):
+        return value
+    address = _parsed(parse_address, f"tcp://{value}" if isinstance(value, str) and "://" not in value else value)
+    if not isinstance(address, TcpAddress):
+        raise ValueError("expected host:port, like 127.0.0.1:7070")
+    return address
+
+
+def _hot(value: object) -> HotLocation:
+    return value if isinstance(value, NoTier | RedisLocation) else _parsed(parse_hot, value)
+
+
+def _cold(value: object) -> ColdLocation:
+    return value if isinstance(value, NoTier | FileLocation | S3Location) else _parsed(parse_cold, value)
+
+
+def _parsed(parse: Any, value: object) -> Any:
+    """Call one of our parsers from inside pydantic, which knows only `ValueError`."""
+    if not isinstance(value, str):
+        raise ValueError("expected text")
+    try:
+        return parse(value)
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from error
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Millis = Annotated[int, Field(gt=0)]
+
+
+def _tenth_of_ram() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10
+
+
+class Settings(BaseSettings):
+    """What an operator may choose. Frozen; make it with `load_settings`.
+
+    Attributes:
+        listen: Where engines connect: `unix:/path` or `tcp://host:port`. A Unix socket is faster and needs no token.
+        admin_listen: `host:port` of the administration interface; kept for a later release, nothing listens yet.
+        token_file: A file with the token that clients on TCP must show; without it TCP is refused.
+        memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
+        disk_bytes: Directory tier, oldest out first; by default a tenth of what is free there at start.
+        hot: A Redis that all nodes share, or `memory:` for none: then a node cannot read what another saved until it
+            is in `cold`.
+        cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
+        fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
+            flush per record, about 1 ms on NVMe and 10 ms on a disk.
+        stage_bytes: Of the memory tier, for leased records; at most three quarters, which is the default. A hit that
+            does not fit is cut.
+        lease_s: How long staged records stay if the engine falls silent. Longer pins memory for dead engines.
+        stall_timeout_ms: A stage ends when no bytes arrive for so long. Longer waits out a slow disk or link; the
+            request waits with it.
+        fetch_timeout_ms: One read of one record, of a few MiB, gives up after this.
+        write_back_bytes: Bytes that may wait for each slower tier. More rides out a longer outage, and is memory
+            beside `memory_bytes`.
+        write_back_in_flight: Records written to one tier at a time. More is faster and takes more of the link.
+        drain_timeout_s: How long a stopping service goes on writing what waits.
+        idle_exit_s: End when no client was there for so long; unset: never. For private services.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, enable_decoding=False, hide_input_in_errors=True
+    )
+
+    listen: Annotated[Address, BeforeValidator(_address)] = UnixAddress("/run/kvstore.sock")
+    admin_listen: Annotated[TcpAddress, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
+    token_file: Path | None = None
+    memory_bytes: Bytes = Field(default_factory=_tenth_of_ram)
+    disk_bytes: Bytes | None = None
+    hot: Annotated[HotLocation, BeforeValidator(_hot)] = NoTier()
+    cold: Annotated[ColdLocation, BeforeValidator(_cold)] = Field(
+        default_factory=lambda: FileLocation(default_directory() / "records")
+    )
+    fsync: Literal["none", "data"] = "none"
+    stage_bytes: Bytes | None = None
+    lease_s: Seconds = 30.0
+    stall_timeout_ms: Millis = 300
+    fetch_timeout_ms: Millis = 5000
+    write_back_bytes: Bytes = 256 << 20
+    write_back_in_flight: Annotated[int, Field(ge=1, le=256)] = 4
+    drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    idle_exit_s: Seconds | None = None
+
+    def disk_budget_bytes(self, directory: Path) -> int:
+        """`disk_bytes`, or a tenth of what is free where `directory` is or will be."""
+        if self.disk_bytes is not None:
+            return self.disk_bytes
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        return max(1, shutil.disk_usage(existing).free // 10)
+
+
+def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | None = None) -> Settings:
+    """Read all sources; for each field the strongest wins: flags, `KVSTORE_...`, the TOML file, the default.
+
+    Args:
+        flags: Fields given on the command line; `None` values count as not given.
+        config: The TOML file; else `KVSTORE_CONFIG` names it; else there is none.
+
+    Raises:
+        InvalidRequest: A key that no setting has (the nearest one is named), a value that does not fit, or a file that
+            cannot be read. Never shows a secret.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    _refuse_unknown(given, "flag")
+    environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}  # noqa: TID251
+    in_environment = {
+        name.upper().removeprefix(ENV_PREFIX).lower()
+        for name in environment
+        if name.upper() != CONFIG_VARIABLE and not name.upper().startswith(_FOREIGN_PREFIXES)
+    }
+    _refuse_unknown(in_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
+    if config is None and environment.get(CONFIG_VARIABLE):
+        config = Path(environment[CONFIG_VARIABLE])
+    from_file = _read_toml(config) if config is not None else {}
+    _refuse_unknown(from_file, f"key in {config}")
+    weaker = {name: value for name, value in from_file.items() if name not in in_environment}
+    try:
+        return Settings(**{**weaker, **given})
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given})) from None
+
+
+def _lower(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name.upper().removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items()}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise InvalidRequest("cannot read the settings file", path=path, error=error.strerror) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("the settings file is not TOML", path=path, error=error) from error
+
+
+def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
+    known = sorted(Settings.model_fields)
+    for name in sorted(names):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise InvalidRequest(f"unknown {what} {spell(name)}: did you mean {spell(near)}?")
+
+
+def _explain(error: ValidationError, seen: Mapping[str, object]) -> str:
+    """Every wrong field: its name, what was expected, what was seen."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        name = str(problem["loc"][0])
+        expected = problem["msg"].removeprefix("Value error, ")
+        expected = expected[:1].lower() + expected[1:]
+        shown = "" if "seen=" in expected else f" seen={seen.get(name)!r}"
+        lines.append(f"setting {name}: {expected}{shown}")
+    return "; ".join(lines)
