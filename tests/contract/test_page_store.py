@@ -1,0 +1,58 @@
+"""The contract of `PageStore`, on a `TieredStore` over each combination of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.limits import StoreLimits
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
+from kvstore.tiers.base import Tier
+from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.memory import MemoryTier
+
+MEMORY_BYTES = 64 << 20
+
+
+def tiered_node(memory: MemoryTier, *, hot: Tier | None = None, cold: Tier | None = None) -> StoreNode:
+    """A `TieredStore` over these tiers as the suite wants it."""
+    limits = replace(StoreLimits(), stage_bytes=memory.limit_bytes // 2, lease_s=LEASE_S)
+    store = TieredStore(memory, hot, cold, limits=limits)
+
+    async def lose(key: RecordKey) -> None:
+        for tier in (memory, hot, cold):
+            if tier is not None:
+                with suppress(Unavailable):
+                    await tier.delete(key, deadline=Deadline.after(5))
+
+    return StoreNode(store, lose=lose, drain=store.drain, num_pinned_bytes=lambda: memory.pinned_bytes)
+
+
+class TestTieredStoreOnMemory(PageStoreContract):
+    """Memory alone."""
+
+    @pytest.fixture
+    async def node(self) -> AsyncIterator[StoreNode]:
+        node = tiered_node(MemoryTier(MEMORY_BYTES))
+        yield node
+        await node.store.aclose()
+
+
+class TestTieredStoreOnFilesystem(PageStoreContract):
+    """Memory and a directory, as an embedded service has them."""
+
+    @pytest.fixture
+    async def node(self, tmp_path: Path) -> AsyncIterator[StoreNode]:
+        cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=1 << 30)
+        node = tiered_node(MemoryTier(MEMORY_BYTES), cold=cold)
+        yield node
+        await node.store.aclose()
+        await cold.aclose()
