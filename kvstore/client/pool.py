@@ -170,7 +170,7 @@ class Pool:
             _log.log(level, "the store service is reachable url=%s", self.url)
 
     def _failed(self, index: int, error: KVStoreError) -> None:
-        self._reason = error.message
+        self._reason = str(error)
         self._attempted.set()
         if index == 0:
             level = logging.DEBUG if self._warned else logging.WARNING

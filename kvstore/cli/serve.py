@@ -1,0 +1,62 @@
+"""`kvstore serve`: run a service in the foreground. Its flags are the settings, one each."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from kvstore.service.main import serve_settings
+from kvstore.service.server import Server
+from kvstore.settings import Settings, load_settings
+
+__all__ = ["serve"]
+
+
+def serve(config: Path | None = None, **flags: Any) -> None:
+    """Run a store service until Ctrl-C or SIGTERM. Flags win over KVSTORE_... variables, these over the file."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve_settings(load_settings(flags, config=config), on_ready=_say_ready)
+
+
+def _say_ready(server: Server) -> None:
+    console = Console(stderr=True, soft_wrap=True)
+    for address in server.addresses:
+        console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
+
+
+def _described() -> dict[str, str]:
+    """Help of each setting: its entry under `Attributes` of `Settings`, the only place that describes it."""
+    entries: dict[str, str] = {}
+    name = ""
+    for line in (inspect.getdoc(Settings) or "").partition("Attributes:")[2].splitlines():
+        head, colon, rest = line.strip().partition(": ")
+        if colon and head in Settings.model_fields:
+            name = head
+            entries[name] = rest
+        elif name and line.strip():
+            entries[name] += " " + line.strip()
+    return entries
+
+
+def _parameter(name: str, annotation: Any, *declarations: str, **option: Any) -> inspect.Parameter:
+    default = typer.Option(None, *declarations, show_default=False, **option)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _signature() -> inspect.Signature:
+    helps = _described()
+    config = _parameter("config", Path | None, "--config", help="TOML file with settings; else $KVSTORE_CONFIG.")
+    settings = [
+        _parameter(name, str | None, "--" + name.replace("_", "-"), metavar="VALUE", help=helps.get(name, ""))
+        for name in Settings.model_fields
+    ]
+    return inspect.Signature([config, *settings])
+
+
+serve.__signature__ = _signature()  # type: ignore[attr-defined]
+serve.__annotations__ = {}  # typer prefers these to the signature's
