@@ -17,7 +17,8 @@ _log = logging.getLogger(__name__)
 class Background:
     """A set of named tasks that end with their owner.
 
-    A task that raises is logged with its traceback and counted in `failures`; it never takes its siblings down.
+    A task that raises is logged with its traceback and counted in `failures`, unless somebody awaits it; it never takes
+    its siblings down.
     """
 
     def __init__(self, owner: str) -> None:
@@ -26,8 +27,13 @@ class Background:
         self._closed = False
         self.failures = 0
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False) -> asyncio.Task[Any]:
         """Start `work` now.
+
+        Args:
+            work: What the task does.
+            name: For logs.
+            is_awaited: The caller awaits the task and so gets what it raises: that is no failure to log here.
 
         Raises:
             Closed: The owner is closed; `work` was not started.
@@ -37,7 +43,7 @@ class Background:
             raise Closed("the owner of background tasks is closed", owner=self._owner, task=name)
         task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}:{name}")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._ended_awaited if is_awaited else self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
@@ -45,6 +51,11 @@ class Background:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failures += 1
             _log.error("background task failed task=%s", task.get_name(), exc_info=error)
+
+    def _ended_awaited(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, since whoever awaited it may be gone
 
     def __len__(self) -> int:
         return len(self._tasks)

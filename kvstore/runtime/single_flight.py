@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
+from kvstore.errors import Closed
 from kvstore.runtime.background import Background
 
 __all__ = ["SingleFlight"]
@@ -24,16 +25,24 @@ class SingleFlight(Generic[Key, Value]):
     async def run(self, key: Key, work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
         """Return the outcome of the running flight for `key`, or start `work` as that flight.
 
+        Raises:
+            Closed: The owner of the flights was closed meanwhile.
+
         If cancelled, the flight goes on while others wait for it and is cancelled when nobody does.
         """
         flight = self._flights.get(key)
         if flight is None:
-            flight = _Flight(self._background.spawn(work(), "flight"))
+            flight = _Flight(self._background.spawn(work(), "flight", is_awaited=True))
             self._flights[key] = flight
             flight.task.add_done_callback(lambda _: self._forget(key, flight))
         flight.waiters += 1
         try:
             return await asyncio.shield(flight.task)
+        except asyncio.CancelledError as error:
+            asker = asyncio.current_task()
+            if flight.task.cancelled() and asker is not None and not asker.cancelling():
+                raise Closed("the flight ended with its owner", key=key) from error
+            raise
         finally:
             flight.waiters -= 1
             if flight.waiters == 0 and not flight.task.done():

@@ -1,0 +1,176 @@
+"""Deadlines, background owners and meters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+
+from kvstore.errors import Closed, KVStoreError, Unavailable
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+
+
+class ManualClock:
+    """Time that moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return int(self.now_s * 1000)
+
+
+def test_a_deadline_counts_down_on_its_own_clock() -> None:
+    """What remains shrinks with the clock and never goes below zero; the point itself does not move."""
+    clock = ManualClock()
+    deadline = Deadline.after(5, clock)
+    assert (deadline.remaining_s, deadline.expired) == (5, False)
+    clock.now_s += 4
+    assert (deadline.remaining_s, deadline.expired) == (1, False)
+    clock.now_s += 4
+    assert (deadline.remaining_s, deadline.expired, deadline.at_s) == (0, True, 105)
+
+
+def test_an_earlier_deadline_is_never_later() -> None:
+    """A shorter limit brings the point forward, a longer one changes nothing."""
+    clock = ManualClock()
+    deadline = Deadline.after(5, clock)
+    assert deadline.earlier(2).at_s == 102
+    assert deadline.earlier(50) == deadline
+
+
+async def test_a_scope_ends_its_block_at_the_deadline() -> None:
+    """A block still running at the deadline is cancelled and reported as unavailable, by what it did."""
+    with pytest.raises(Unavailable, match="reading did not end") as caught:
+        async with Deadline.after(0.01).scope("reading"):
+            await asyncio.sleep(10)
+    assert isinstance(caught.value, KVStoreError)
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    with pytest.raises(Unavailable):
+        async with Deadline.after(-1).scope("late from the start"):
+            await asyncio.sleep(10)
+
+
+async def test_a_scope_lets_results_and_errors_through() -> None:
+    """A block that ends in time is not touched, whatever it raises."""
+    async with Deadline.after(10).scope("quick"):
+        await asyncio.sleep(0)
+    with pytest.raises(KeyError):
+        async with Deadline.after(10).scope("failing"):
+            raise KeyError
+
+
+async def test_a_cancel_from_outside_is_no_timeout() -> None:
+    """A task cancelled inside a scope ends as cancelled, not as unavailable."""
+
+    async def work() -> None:
+        async with Deadline.after(10).scope("work"):
+            await asyncio.sleep(10)
+
+    task = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_the_system_clock_tells_both_times() -> None:
+    """The monotonic clock does not go back, and the wall clock is in milliseconds of this century."""
+    first = SYSTEM_CLOCK.monotonic_s()
+    assert SYSTEM_CLOCK.monotonic_s() >= first
+    assert 1_600_000_000_000 < SYSTEM_CLOCK.wall_ms() < 5_000_000_000_000
+
+
+async def test_background_counts_and_logs_failures(caplog: pytest.LogCaptureFixture) -> None:
+    """A task that raises is logged with its name and traceback, counted, and its sibling goes on."""
+    background = Background("tests")
+    go_on = asyncio.Event()
+
+    async def fail() -> None:
+        raise ValueError("on purpose")
+
+    sibling = background.spawn(go_on.wait(), "sibling")
+    with caplog.at_level(logging.ERROR):
+        await asyncio.wait([background.spawn(fail(), "bad")])
+    assert background.failures == 1
+    assert "task=tests:bad" in caplog.text and "on purpose" in caplog.text
+    assert len(background) == 1 and not sibling.done()
+    go_on.set()
+    await sibling
+    await background.aclose()
+
+
+async def test_background_leaves_failures_to_whoever_awaits(caplog: pytest.LogCaptureFixture) -> None:
+    """What an awaited task raises reaches its awaiter and is not logged a second time."""
+    background = Background("tests")
+
+    async def fail() -> None:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        await background.spawn(fail(), "bad", is_awaited=True)
+    assert (background.failures, caplog.text) == (0, "")
+    await background.aclose()
+
+
+async def test_background_ends_everything_when_closed() -> None:
+    """Closing cancels what runs and waits for its clean-up; afterwards nothing starts any more."""
+    background, log = Background("tests"), list[str]()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(10)
+        finally:
+            await asyncio.sleep(0.01)
+            log.append("cleaned up")
+
+    background.spawn(work(), "one")
+    background.spawn(work(), "two")
+    await asyncio.sleep(0)
+    await background.aclose()
+    await background.aclose()
+    assert log == ["cleaned up"] * 2
+    assert (len(background), background.failures) == (0, 0)
+    with pytest.raises(Closed):
+        background.spawn(work(), "late")
+
+
+async def test_a_task_may_close_its_own_owner() -> None:
+    """A task that closes its owner cancels its siblings, is not cancelled itself and does not wait for itself."""
+    background = Background("tests")
+    sibling = background.spawn(asyncio.sleep(10), "sibling")
+
+    async def close() -> str:
+        await background.aclose()
+        return "closed"
+
+    assert await asyncio.wait_for(background.spawn(close(), "closer"), 5) == "closed"
+    assert sibling.cancelled()
+
+
+def test_meters_add_up_across_threads() -> None:
+    """Counters lose nothing under threads; labels make numbers of their own, in one order."""
+    meters = Meters()
+
+    def work() -> None:
+        for _ in range(1000):
+            meters.add("reads", tier="redis", outcome="hit")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    meters.set("used_bytes", 5)
+    meters.set("used_bytes", 7)
+    assert meters.get("reads", outcome="hit", tier="redis") == 4000
+    assert meters.get("reads") == 0
+    assert meters.snapshot() == {'reads{outcome="hit",tier="redis"}': 4000, "used_bytes": 7}
