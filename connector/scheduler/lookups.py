@@ -72,21 +72,29 @@ class Lookups:
         state.hashed = hashed
         state.lookup = self._bridge.submit(look_up)
 
+    def may_wait(self, state: RequestState) -> bool:
+        """Whether the time that a request gives to the question "is anything there?" is not over yet."""
+        if state.closed or state.chain is None:
+            return False
+        now = self._clock.monotonic_s()
+        if state.asked_s is None:
+            state.asked_s = now
+        return now - state.asked_s < self._settings.lookup_timeout_ms / 1000
+
     def hit(self, state: RequestState, namespace: NamespaceId, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that are staged and leased, 0 for none, `None` for "ask again"."""
         if state.closed or state.chain is None:
             return 0
         now = self._clock.monotonic_s()
-        if state.asked_s is None:
-            state.asked_s = now
         if state.fetch is not None:
             return self._poll_fetch(state, namespace, local_tokens, now)
+        in_time = self.may_wait(state)
         if state.lookup is None:
             self.start(state, namespace)
         lookup = state.lookup
         assert lookup is not None
         if not lookup.done():
-            if now - state.asked_s < self._settings.lookup_timeout_ms / 1000:
+            if in_time:
                 return None
             self._meters.add("connector_lookup_timeouts")
             return self._give_up(state)

@@ -173,8 +173,11 @@ class SchedulerSide:
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """vLLM's question: tokens beyond its own hit that can be loaded; `None`: ask again."""
         state = self.ledger.find(request_id)
-        if state is None or not self._settings.loads or not self.is_ready or state.loading is not None:
+        if state is None or not self._settings.loads or state.loading is not None or self._refused is not None:
             return 0
+        if not self.is_ready:
+            # an engine's first request often comes while the namespace is being opened: as patient as for a lookup
+            return None if self._lookups.may_wait(state) else 0
         assert self._namespace is not None
         return self._lookups.hit(state, self._namespace, local_tokens)
 

@@ -29,9 +29,7 @@ def work() -> Path:
 
 @pytest.fixture(scope="session")
 def llama(work: Path) -> Path:
-    folder = work / "checkpoints" / "llama"
-    write_checkpoint("llama", folder)
-    return folder
+    return write_checkpoint("llama", work / "checkpoints")
 
 
 @pytest.fixture(scope="session")
