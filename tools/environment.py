@@ -126,7 +126,7 @@ def pinned(name: str) -> str:
 
 def pip(folder: Path, *arguments: str) -> None:
     constraints = () if arguments[0] == "download" else ("-c", str(CONSTRAINTS))
-    command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments[:1], "-q"]
+    command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments[:1], "-qq"]
     done = subprocess.run([*command, *constraints, *arguments[1:]], cwd=ROOT, check=False)
     if done.returncode != 0:
         raise CannotMake(

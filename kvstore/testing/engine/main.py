@@ -1,0 +1,112 @@
+"""The engine's side: `python -m kvstore.testing.engine.main ANSWERS_FD PARENT_PID SPEC` takes requests on stdin."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    answers_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit("the process that wanted an engine is gone")
+    os.set_inheritable(answers_fd, False)
+    spec = json.loads(sys.argv[3])
+    with os.fdopen(answers_fd, "w", buffering=1) as answers:
+        serve(spec, answers)
+
+
+def serve(spec: dict[str, Any], answers: IO[str]) -> None:
+    from kvstore.testing.engine.spec import EngineSpec
+
+    for module in spec["preload"]:
+        importlib.import_module(module)
+    from vllm import LLM
+
+    llm = LLM(**EngineSpec(**spec).engine_arguments())
+    say(answers, event="ready")
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            if message["op"] == "generate":
+                say(answers, event="answers", answers=generate(llm, message["requests"]))
+            elif message["op"] == "metrics":
+                say(answers, event="metrics", metrics=metrics(llm))
+            elif message["op"] == "reset_prefix_cache":
+                say(answers, event="reset", done=llm.reset_prefix_cache())
+            elif message["op"] == "evaluate":
+                say(answers, event="value", value=eval(message["expression"], {"llm": llm}))
+        except BaseException:
+            say(answers, event="failed", error=traceback.format_exc())
+            raise
+    llm.llm_engine.engine_core.shutdown()
+
+
+def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run requests together, stepping the engine ourselves so that the first token's time is what a user would see."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    started_s: dict[str, float] = {}
+    first_s: dict[str, float] = {}
+    answers: dict[str, dict[str, Any]] = {}
+    for index, request in enumerate(requests):
+        prompt = {"prompt_token_ids": request["prompt"]}
+        if request["cache_salt"] is not None:
+            prompt["cache_salt"] = request["cache_salt"]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_tokens"],
+            logprobs=request["logprobs"],
+            detokenize=False,
+            ignore_eos=True,
+        )
+        name = f"{time.monotonic_ns()}-{index}"
+        started_s[name] = time.monotonic()
+        engine.add_request(name, prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            now_s = time.monotonic()
+            completion = output.outputs[0]
+            if completion.token_ids:
+                first_s.setdefault(output.request_id, now_s)
+            if output.finished:
+                answers[output.request_id] = {
+                    "tokens": list(completion.token_ids),
+                    "logprobs": [
+                        {token: logprob.logprob for token, logprob in position.items()}
+                        for position in completion.logprobs or ()
+                    ],
+                    "num_cached_tokens": output.num_cached_tokens or 0,
+                    "ttft_s": first_s[output.request_id] - started_s[output.request_id],
+                    "total_s": now_s - started_s[output.request_id],
+                }
+    return [answers[name] for name in started_s]
+
+
+def metrics(llm: Any) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if value is not None:
+            values[metric.name] = values.get(metric.name, 0.0) + value
+    return values
+
+
+def say(to: IO[str], /, **message: Any) -> None:
+    to.write(json.dumps(message) + "\n")
+    to.flush()
+
+
+if __name__ == "__main__":
+    main()

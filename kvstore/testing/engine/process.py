@@ -1,0 +1,200 @@
+"""Our side of an engine's process: start it, ask it, end it, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from kvstore.testing.engine.environment import engine_environment
+from kvstore.testing.engine.spec import Answer, EngineSpec, Request
+
+__all__ = ["EngineFailed", "EngineProcess", "start_engine"]
+
+_END_S = 20.0
+
+
+class EngineFailed(RuntimeError):
+    """The engine did not start, ended by itself, refused a request or took too long; the message ends with its log."""
+
+
+class EngineProcess:
+    """A running engine. Not for several threads at once; `send` and `receive` split `generate` in two.
+
+    Attributes:
+        start_s: Seconds from start to ready.
+        log: File with everything that the engine wrote.
+    """
+
+    def __init__(self, spec: EngineSpec, log: Path, work: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self.start_s = 0.0
+        self._started_s = time.monotonic()
+        read_end, write_end = os.pipe()
+        command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
+        try:
+            with log.open("ab") as output:
+                # A session of its own: Ctrl-C reaches us, and we end it with all that it started.
+                self._child = subprocess.Popen(
+                    [*command, json.dumps(_as_json(spec))],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=engine_environment(spec, work),
+                    pass_fds=[write_end],
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=_read_lines, args=(os.fdopen(read_end), self._lines), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the engine takes requests.
+
+        Raises:
+            EngineFailed: It ended, or time is up.
+        """
+        self._next("ready", timeout_s)
+        self.start_s = time.monotonic() - self._started_s
+
+    def generate(self, requests: Sequence[Request], *, timeout_s: float = 240.0) -> list[Answer]:
+        """Answer requests; all of them run at once.
+
+        Raises:
+            EngineFailed: It ended, could not answer, or time is up.
+        """
+        self.send(requests)
+        return self.receive(timeout_s=timeout_s)
+
+    def send(self, requests: Sequence[Request]) -> None:
+        """Hand requests over and return; `receive` must follow before anything else is asked."""
+        self._ask({"op": "generate", "requests": [request.as_json() for request in requests]})
+
+    def receive(self, *, timeout_s: float = 240.0) -> list[Answer]:
+        """Wait for what was sent."""
+        return [Answer.from_json(value) for value in self._next("answers", timeout_s)["answers"]]
+
+    def metrics(self, *, timeout_s: float = 30.0) -> dict[str, float]:
+        """The engine's counters and gauges by name, as it would show them to Prometheus."""
+        self._ask({"op": "metrics"})
+        return dict(self._next("metrics", timeout_s)["metrics"])
+
+    def reset_prefix_cache(self, *, timeout_s: float = 30.0) -> bool:
+        """Forget what the engine itself has cached; the connector's store is not touched."""
+        self._ask({"op": "reset_prefix_cache"})
+        return bool(self._next("reset", timeout_s)["done"])
+
+    def evaluate(self, expression: str, *, timeout_s: float = 30.0) -> Any:
+        """Evaluate a Python expression in the engine's process, `llm` at hand; for tests that look inside."""
+        self._ask({"op": "evaluate", "expression": expression})
+        return self._next("value", timeout_s)["value"]
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Let the engine shut down as it does in production, then make sure that nothing of it is left. Idempotent."""
+        with contextlib.suppress(OSError, ValueError):
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+        try:
+            self._child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the engine and everything that it started, and wait. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+    def _ask(self, message: dict[str, Any]) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.flush()
+        except (OSError, ValueError) as error:
+            raise EngineFailed(f"the engine is gone (exit {self._child.poll()})\n{self._log_tail()}") from error
+
+    def _next(self, expected: str, timeout_s: float) -> dict[str, Any]:
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=0.5)
+            except queue.Empty:
+                if self._child.poll() is not None:
+                    raise EngineFailed(f"the engine ended (exit {self._child.poll()})\n{self._log_tail()}") from None
+                if time.monotonic() > give_up_s:
+                    raise EngineFailed(
+                        f"the engine did not say {expected} in {timeout_s} s\n{self._log_tail()}"
+                    ) from None
+                continue
+            if line is None:
+                raise EngineFailed(f"the engine ended (exit {self._child.wait()})\n{self._log_tail()}")
+            message: dict[str, Any] = json.loads(line)
+            if message["event"] != expected:
+                raise EngineFailed(f"expected {expected}, the engine said {line[:2000]}\n{self._log_tail()}")
+            return message
+
+    def _log_tail(self) -> str:
+        return f"{self.log}:\n{self.log_text()[-6000:]}"
+
+
+def _read_lines(pipe: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    with pipe:
+        for line in pipe:
+            lines.put(line)
+    lines.put(None)
+
+
+def _as_json(spec: EngineSpec) -> dict[str, Any]:
+    return {**asdict(spec), "checkpoint": str(spec.checkpoint)}
+
+
+@contextlib.contextmanager
+def start_engine(
+    spec: EngineSpec, *, work: Path, name: str = "engine", ready_s: float = 180.0
+) -> Iterator[EngineProcess]:
+    """Run an engine for the length of the block. Start it from the main thread: its life is tied to that thread.
+
+    Args:
+        spec: The engine.
+        work: Folder for logs and for what vLLM compiles; keep it between runs.
+        name: For the log's name.
+        ready_s: How long it may take to start: 8-25 s on a quiet machine.
+
+    Raises:
+        EngineFailed: It did not start.
+    """
+    logs = work / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{name}-{os.getpid()}-{time.monotonic_ns()}.log"
+    engine = EngineProcess(spec, log, work)
+    try:
+        engine.wait_ready(ready_s)
+        yield engine
+        engine.stop()
+    finally:
+        engine.kill()

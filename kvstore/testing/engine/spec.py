@@ -1,0 +1,142 @@
+"""What travels between us and an engine's process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+__all__ = ["Answer", "EngineSpec", "Request", "connector_config", "seeded_prompt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine.
+
+    Attributes:
+        checkpoint: Folder with config and weights.
+        connector: Extra config of `KVStoreConnector`; `None`: no connector at all.
+        kv_transfer: A whole `kv_transfer_config` instead, for another connector or role.
+        runner: vLLM's model runner.
+        multiprocess: EngineCore in a process of its own, as in production, or in the process that asks.
+        async_scheduling: vLLM's setting; `None`: its default.
+        block_size: Tokens of a block; `None`: vLLM's choice.
+        dtype: `None`: what the checkpoint says (vLLM's own `auto` would make bfloat16 of float32).
+        max_model_len: Tokens of prompt and output together.
+        max_num_batched_tokens: Tokens of a step; `None`: vLLM's default.
+        kv_cache_gib: Memory for blocks.
+        arguments: Any further engine argument.
+        environment: Any further environment variable.
+        preload: Modules imported before the engine starts; they see an in-process engine's whole life.
+    """
+
+    checkpoint: Path
+    connector: Mapping[str, Any] | None = None
+    kv_transfer: Mapping[str, Any] | None = None
+    runner: Literal["v1", "v2"] = "v1"
+    multiprocess: bool = False
+    async_scheduling: bool | None = None
+    block_size: int | None = None
+    dtype: str | None = None
+    max_model_len: int = 16384
+    max_num_batched_tokens: int | None = None
+    kv_cache_gib: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What vLLM's `LLM` is called with."""
+        arguments: dict[str, Any] = {
+            "model": str(self.checkpoint),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "dtype": self.dtype or json.loads((Path(self.checkpoint) / "config.json").read_text())["dtype"],
+            "max_model_len": self.max_model_len,
+            "async_scheduling": self.async_scheduling,
+            "block_size": self.block_size,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_transfer_config": self.kv_transfer or connector_config(self.connector),
+            **self.arguments,
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+def connector_config(extra: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The `kv_transfer_config` that users write for our connector."""
+    if extra is None:
+        return None
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, answered greedily.
+
+    Attributes:
+        prompt: Token ids.
+        max_tokens: Tokens to generate, no fewer: the end-of-text token is ignored.
+        logprobs: How many of the most likely tokens to report at each position.
+        cache_salt: vLLM's own: equal prompts under different salts share nothing.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 16
+    logprobs: int | None = 20
+    cache_salt: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine made of a request.
+
+    Attributes:
+        tokens: Generated token ids.
+        logprobs: For each of them the most likely tokens with their exact log probabilities.
+        num_cached_tokens: Prompt tokens that were not computed: from the engine's own cache and from the connector.
+        ttft_s: Seconds from handing the request over to its first token.
+        total_s: Seconds to its last token.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    num_cached_tokens: int
+    ttft_s: float
+    total_s: float
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Answer:
+        logprobs = tuple({int(token): number for token, number in position.items()} for position in value["logprobs"])
+        return cls(tuple(value["tokens"]), logprobs, value["num_cached_tokens"], value["ttft_s"], value["total_s"])
+
+    def difference(self, other: Answer) -> float:
+        """The largest difference of any reported log probability; infinite when tokens differ, listed ones included."""
+        if self.tokens != other.tokens or len(self.logprobs) != len(other.logprobs):
+            return float("inf")
+        largest = 0.0
+        for mine, theirs in zip(self.logprobs, other.logprobs, strict=True):
+            if mine.keys() != theirs.keys():
+                return float("inf")
+            largest = max([largest, *(abs(mine[token] - theirs[token]) for token in mine)])
+        return largest
+
+
+def seeded_prompt(seed: int, num_tokens: int, *, vocabulary: int = 1024) -> tuple[int, ...]:
+    """Token ids that depend on the seed alone; two lengths of one seed share their prefix."""
+    low = 3  # below are the checkpoints' special tokens
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(low, vocabulary, num_tokens))
