@@ -22,6 +22,7 @@ from kvstore.wire.protocol import FrameConnection
 
 __all__ = ["Connection", "Silent"]
 
+_SILENCE_S = 0.02
 Answer = TypeVar("Answer", bound=messages.Reply)
 Allocate = Callable[[int], memoryview]
 
@@ -238,7 +239,8 @@ class Connection:
         self._pending[request_id] = pending
         self.num_running += 1
         sent = False
-        ends_s = loop.time() + deadline.remaining_s
+        begun_s = loop.time()
+        ends_s = begun_s + deadline.remaining_s
         try:
             async with asyncio.timeout_at(ends_s if stall_s is None else min(ends_s, loop.time() + stall_s)) as limit:
                 if stall_s is not None:
@@ -247,7 +249,8 @@ class Connection:
                 sent = True
                 answer, data = await pending.future
         except TimeoutError as error:
-            quiet = self.frames.received_bytes == heard_bytes
+            long_enough = loop.time() - begun_s >= _SILENCE_S  # shorter silence is no sign of anything
+            quiet = long_enough and self.frames.received_bytes == heard_bytes
             what = "no answer in time" if loop.time() >= ends_s else "no progress in time"
             raise (Silent if quiet else Unavailable)(what, role=self.role, request=expected.type) from error
         finally:

@@ -134,8 +134,8 @@ class RemoteStore(PageStore):
             raise InternalError("unknown outcome of a save", seen=answer.outcome) from error
 
     async def release(self, lease: LeaseId) -> None:
-        self._check_open()
-        if (connection := self._pool.now()) is not None:  # with its connection, its lease has ended too
+        connection = self._pool.now()
+        if connection is not None and not self._closed:  # with its connection, its lease has ended too
             connection.post(messages.Release(lease))
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
