@@ -1,4 +1,4 @@
-"""Hypothesis settings for all property tests: no time limit per example, since the machines are shared."""
+"""Hypothesis settings for all tests: no time limit per example, since the machines are shared."""
 
 from __future__ import annotations
 
