@@ -1,0 +1,94 @@
+"""A tier that can be made to hang, to refuse and to count: for failures no real server can be made to have on cue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvstore.errors import Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+
+__all__ = ["FaultyTier"]
+
+
+class FaultyTier(Tier):
+    """Passes every call on to a real tier, unless it is told to fail.
+
+    Attributes:
+        calls: Number of calls by method.
+        keys_asked: Every key of every `head`, in order.
+        keys_put: Every key that a put brought, in order.
+        down: Every call raises `Unavailable` at once.
+        frozen: Every call hangs until its deadline or until this is unset.
+        get_limit: After so many gets further ones hang; `None`: none does.
+        get_s: Each get takes this long.
+        lost: `get` answers `None` for these, as if they had gone since `head`.
+    """
+
+    def __init__(self, inner: Tier, *, name: str | None = None) -> None:
+        self.name = name if name is not None else inner.name
+        self.inner = inner
+        self.calls: Counter[str] = Counter()
+        self.keys_asked: list[RecordKey] = []
+        self.keys_put: list[RecordKey] = []
+        self.down = False
+        self.frozen = False
+        self.get_limit: int | None = None
+        self.get_s = 0.0
+        self.lost: set[RecordKey] = set()
+
+    async def _fault(self, method: str, deadline: Deadline) -> None:
+        self.calls[method] += 1
+        if self.down:
+            raise Unavailable("the tier was told to be down", tier=self.name)
+        if self.frozen or (method == "get" and self.get_limit is not None and self.calls["get"] > self.get_limit):
+            async with deadline.scope("a call to a frozen tier"):
+                await asyncio.Event().wait()
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        self.keys_asked += keys
+        await self._fault("head", deadline)
+        return await self.inner.head(keys, deadline=deadline)
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        await self._fault("get", deadline)
+        if self.get_s:
+            await asyncio.sleep(self.get_s)
+        return None if key in self.lost else await self.inner.get(key, deadline=deadline, allocate=allocate)
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        await self._fault("put", deadline)
+        self.keys_put.append(record.key)
+        return await self.inner.put(record, deadline=deadline)
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        await self._fault("delete", deadline)
+        return await self.inner.delete(key, deadline=deadline)
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        await self._fault("quarantine", deadline)
+        await self.inner.quarantine(key, reason, deadline=deadline)
+
+    def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        return self.inner.scan(namespace)
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        await self._fault("put_manifest", deadline)
+        await self.inner.put_manifest(namespace, manifest, deadline=deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        await self._fault("get_manifest", deadline)
+        return await self.inner.get_manifest(namespace, deadline=deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        await self._fault("usage", deadline)
+        return await self.inner.usage(deadline=deadline)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
