@@ -1,0 +1,135 @@
+"""Messages: each comes back as it was sent, and whatever is wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import msgpack
+import pytest
+
+from kvstore import errors
+from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.wire import convert, messages
+from kvstore.wire.messages import decode, encode, error_of, raise_error
+
+ALL = [
+    cls
+    for name in messages.__all__
+    if isinstance(cls := getattr(messages, name), type) and issubclass(cls, messages.Message) and cls.type
+]
+SAMPLES: dict[str, Any] = {"int": 7, "str": "text", "bytes": b"\0\1", "bool": True, "float": 1.5, "Mapping": {"a": 1}}
+WRONG: dict[str, list[Any]] = {
+    "int": [-1, "7", 1.0, True, None, 1 << 63],
+    "str": [b"x", 7, None],
+    "bytes": ["x", 7, None],
+    "bool": [1, None],
+    "float": ["1", True, float("nan"), float("inf"), -0.5],
+    "Mapping": [[], 7, None],
+}
+NAMESPACE = NamespaceId(bytes(range(16)))
+
+
+def kind_of(cls: type[Any], name: str) -> str:
+    hint = get_type_hints(cls)[name]
+    return str(getattr(hint, "__name__", hint))
+
+
+def sample(cls: type[messages.Message]) -> messages.Message:
+    return cls(**{field.name: SAMPLES[kind_of(cls, field.name)] for field in fields(cls)})
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.type)
+def test_messages_come_back_as_they_were_sent(cls: type[messages.Message]) -> None:
+    """Over real msgpack, with a field this release does not know, which is ignored."""
+    message = sample(cls)
+    head = msgpack.unpackb(msgpack.packb({**encode(message), "of a later release": [1, {"x": None}]}))
+    assert decode(head) == message
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.type)
+def test_fields_that_are_missing_or_wrong_are_named(cls: type[messages.Message]) -> None:
+    """Each field in turn is left out, then given every wrong type: the error names message, field and expectation."""
+    for field in fields(cls):
+        head = encode(sample(cls))
+        kind = kind_of(cls, field.name)
+        for value in WRONG[kind]:
+            with pytest.raises(InvalidRequest, match=rf"{cls.type}\.{field.name}.*expected=.*seen="):
+                decode({**head, field.name: value})
+        del head[field.name]
+        try:
+            decode(head)
+        except InvalidRequest as error:
+            assert f"{cls.type}.{field.name}" in str(error)
+        else:
+            assert cls in (messages.Hello, messages.Staged)  # the only ones with defaults
+
+
+@pytest.mark.parametrize("kind", [None, 7, "lookupp", "", b"lookup", ["lookup"]])
+def test_unknown_types_are_refused(kind: object) -> None:
+    """A type nobody knows, of whatever kind, is refused by name."""
+    with pytest.raises(InvalidRequest, match="type"):
+        decode({"type": kind})
+
+
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "KVStoreError"])
+def test_errors_come_back_as_their_class(name: str) -> None:
+    """The class and the whole text survive the wire."""
+    error = getattr(errors, name)("what was seen", key="value")
+    with pytest.raises(KVStoreError, match="what was seen key=value") as raised:
+        raise_error(error_of(3, error))
+    assert type(raised.value) is type(error)
+
+
+def test_errors_of_a_later_release_are_internal_errors() -> None:
+    """A class this release does not know is not guessed."""
+    with pytest.raises(InternalError, match="hm"):
+        raise_error(messages.Error(1, "SomethingNew", "hm"))
+
+
+def test_queries_come_back() -> None:
+    """Boundaries travel as two byte strings."""
+    query = PrefixQuery(
+        NAMESPACE, tuple(Boundary(16 * n, PrefixHash(bytes([n]) * 32)) for n in range(1, 99)), 5, 90, 16
+    )
+    assert convert.parse_query(messages.Lookup(1, 2, **convert.query_fields(query))) == query
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": b"\0"}, {"prefixes": bytes(31)}, {"namespace": b"short"}, {"step_tokens": 0}, {"tokens": bytes(8)}],
+)
+def test_queries_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    """Lengths that disagree, and values that no query has."""
+    query = PrefixQuery(NAMESPACE, (Boundary(16, PrefixHash(bytes(32))),), 0, 16, 16)
+    with pytest.raises(InvalidRequest):
+        convert.parse_query(messages.Lookup(1, 2, **{**convert.query_fields(query), **change}))
+
+
+def test_boundaries_beyond_32_bits_are_refused() -> None:
+    """They would not fit the wire, nor a record's header."""
+    with pytest.raises(InvalidRequest, match="tokens"):
+        convert.query_fields(PrefixQuery(NAMESPACE, (Boundary(1 << 32, PrefixHash(bytes(32))),), 0, 16, 16))
+
+
+@pytest.mark.parametrize("masks", [(), (0, 0), (1, 2, 3), (1 << 255, 0, 7)])
+def test_lookups_come_back(masks: tuple[int, ...]) -> None:
+    """Masks of up to 256 groups."""
+    reply = convert.lookup_reply(4, Lookup(32, masks))
+    assert convert.parse_lookup(reply, len(masks)) == Lookup(32, masks)
+    with pytest.raises(InvalidRequest):
+        convert.parse_lookup(reply, len(masks) + 1)
+
+
+def test_stages_come_back() -> None:
+    """Empty and full."""
+    keys = tuple(RecordKey(NAMESPACE, PrefixHash(bytes([n]) * 32), n, n + 1) for n in range(5))
+    full = Staged(LeaseId(b"x" * 16), 80, keys, tuple((n, n + 9) for n in range(5)), {"s3": 2, "memory": 3}, 999, 30.0)
+    for staged in (full, Staged(None, 32)):
+        assert convert.parse_staged(convert.staged_reply(1, staged)) == staged
+    reply = encode(convert.staged_reply(1, full))
+    for change in ({"spans": bytes(8)}, {"prefixes": b""}, {"parts": bytes(2)}, {"sources": {"s3": "two"}}):
+        with pytest.raises(InvalidRequest, match="staged"):
+            convert.parse_staged(decode({**reply, **change}))  # type: ignore[arg-type]
