@@ -65,6 +65,11 @@ class Tier(ABC):
     name: str
     """Short and stable: `memory`, `filesystem`, `redis`, `s3`; shown in metrics and answers."""
 
+    @property
+    def num_quarantined(self) -> int:
+        """Corrupt records put aside since the tier was opened."""
+        return 0
+
     @abstractmethod
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """For each key the record's bytes where known (header included, 0 when present but unknown), `None` if absent.

@@ -73,11 +73,15 @@ class MemoryTier(Tier):
         self.used_bytes = 0
         self.pinned_bytes = 0
         self.num_evicted = 0
-        self.num_quarantined = 0
+        self._num_quarantined = 0
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
         self._manifests: OrderedDict[NamespaceId, bytes] = OrderedDict()
         self._closed = False
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._num_quarantined
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -196,7 +200,7 @@ class MemoryTier(Tier):
         """Drop the record and count it: a budget for readable records is no place to keep damaged ones."""
         self._check_open()
         if self.remove(key):
-            self.num_quarantined += 1
+            self._num_quarantined += 1
             _log.warning("record quarantined tier=%s key=%s reason=%s", self.name, key, reason)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:

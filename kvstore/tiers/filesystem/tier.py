@@ -84,6 +84,10 @@ class FilesystemTier(Tier):
             raise
         return cls(files, index, pool, name)
 
+    @property
+    def num_quarantined(self) -> int:
+        return self._files.num_quarantined
+
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check(deadline)
         return [self._index.size_of(key) for key in keys]

@@ -66,6 +66,10 @@ class RedisTier(Tier):
         topology = Standalone(RedisUrl.parse(url), num_connections)
         return cls(topology, in_flight_bytes=in_flight_bytes, name=name)
 
+    @property
+    def num_quarantined(self) -> int:
+        return self._num_quarantined
+
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One round trip per node. A striped record's bytes are unknown here: 0."""
         self._check(deadline)

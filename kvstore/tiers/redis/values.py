@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -14,14 +12,13 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.gather import gather_all
 from kvstore.tiers.redis.connection import Sink
 from kvstore.tiers.redis.node import Node, check_replies, check_reply
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
 from kvstore.tiers.redis.stripes import is_striped, stripe_names, stripe_ranges
 
 __all__ = ["Values", "striped_header"]
-
-T = TypeVar("T")
 
 _ORPHAN_MS = 10 * 60 * 1000  # stripes of a writer that died expire; a living one is done long before
 
@@ -73,7 +70,7 @@ class Values:
             return await self.fetch(node, stripe, bytes_max=stop - start, sink=sink, deadline=deadline) is not None
 
         ranges = stripe_ranges(header)
-        if all(await _gather([fetch(name, *span) for name, span in zip(stripe_names(header), ranges, strict=True)])):
+        if all(await gather_all([fetch(name, *span) for name, span in zip(stripe_names(header), ranges, strict=True)])):
             return True
         # Evicted or expired: the header alone would answer every later put with EXISTS, so it goes too.
         drop = ("EVAL", _DROP_HEADER, 1, format_name(header.key), packed)
@@ -96,7 +93,7 @@ class Values:
             self.store(node, stripe, record.data[start:stop], "PX", _ORPHAN_MS, deadline=deadline)
             for stripe, (start, stop) in zip(names, stripe_ranges(header), strict=True)
         ]
-        if PutOutcome.FULL in await _gather(stores):
+        if PutOutcome.FULL in await gather_all(stores):
             await node.control(("UNLINK", *names), deadline=deadline)
             return PutOutcome.FULL
         head = record.data[:HEADER_BYTES]
@@ -143,13 +140,3 @@ def _put_outcome(reply: Reply, node: Node) -> PutOutcome:
         return PutOutcome.FULL
     check_reply(reply, node.address)
     return PutOutcome.EXISTS if reply is None else PutOutcome.STORED
-
-
-async def _gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first error ends the others before it is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
-    return [task.result() for task in tasks]

@@ -1,0 +1,29 @@
+"""Several coroutines at once, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["gather_all"]
+
+T = TypeVar("T")
+
+
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first error is raised when all others have been cancelled and have ended.
+
+    Not `asyncio.TaskGroup`: when a child fails while its parent waits, Python 3.11 leaves the parent with
+    `cancelling() == 1`, and a library that looks at it (aiohttp) takes its own inner cancellation for the caller's.
+
+    If cancelled, all are cancelled.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

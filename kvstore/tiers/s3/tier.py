@@ -1,0 +1,219 @@
+"""The S3 tier: one object per record, written once by a conditional put."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
+from kvstore.format.record import MAX_RECORD_BYTES, Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.buffers import allocate_exactly
+from kvstore.tiers.gather import gather_all
+from kvstore.tiers.s3.client import S3Client
+from kvstore.tiers.s3.failures import Conflict, Taken
+from kvstore.tiers.s3.url import S3Url
+from kvstore.tiers.verify import check_deadline, open_off_loop
+
+__all__ = ["S3Tier"]
+
+_log = logging.getLogger(__name__)
+
+_CONFLICT_ATTEMPTS = 4
+_CONFLICT_WAIT_S = 0.05
+_SCAN_STEP_S = 60.0
+
+
+class S3Tier(Tier):
+    """Stores records under a prefix of a bucket; make one with `open` or `from_url`.
+
+    Args:
+        client: Owned by the tier.
+        prefix: What all names start with, without slashes at its ends; may be empty.
+        num_requests_max: Requests at a time; further ones wait within their deadline.
+        name: Shown in metrics and answers.
+    """
+
+    def __init__(self, client: S3Client, prefix: str, *, num_requests_max: int, name: str = "s3") -> None:
+        self.name = name
+        self._client = client
+        self._root = f"{prefix}/" if prefix else ""
+        self._requests = asyncio.Semaphore(num_requests_max)
+        self._num_quarantined = 0
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        bucket: str,
+        prefix: str = "",
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        num_requests_max: int = 32,
+        name: str = "s3",
+    ) -> S3Tier:
+        """Make a tier on a bucket that exists; no request is sent yet.
+
+        What is `None` comes from the usual AWS environment (variables, profile, instance role).
+
+        Raises:
+            InvalidRequest: The AWS settings are wrong, or only one half of the credentials was given.
+        """
+        if (access_key is None) != (secret_key is None):
+            raise InvalidRequest("give access_key and secret_key, or neither", bucket=bucket)
+        client = await S3Client.open(
+            bucket,
+            endpoint_url=endpoint_url,
+            region=region,
+            access_key=access_key,
+            secret_key=secret_key,
+            num_connections=num_requests_max,
+        )
+        return cls(client, prefix.strip("/"), num_requests_max=num_requests_max, name=name)
+
+    @classmethod
+    async def from_url(cls, url: str, *, access_key: str | None = None, secret_key: str | None = None) -> S3Tier:
+        """`open` with what `s3://bucket/prefix?endpoint_url=...&region=...` says."""
+        parsed = S3Url.parse(url)
+        return await cls.open(
+            parsed.bucket,
+            parsed.prefix,
+            endpoint_url=parsed.endpoint_url,
+            region=parsed.region,
+            access_key=access_key,
+            secret_key=secret_key,
+        )
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._num_quarantined
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        """One request for each key, a limited number at a time."""
+        self._check(deadline)
+
+        async def head_one(key: RecordKey) -> int | None:
+            async with self._requests:
+                return await self._client.head(self._name(key))
+
+        async with deadline.scope(f"asking S3 for records in {self._client.bucket}"):
+            return await gather_all(head_one(key) for key in keys)
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        self._check(deadline)
+
+        def receive_into(num_bytes: int) -> memoryview:
+            if num_bytes > MAX_RECORD_BYTES:
+                raise CorruptRecord("the object is too large for a record", limit=MAX_RECORD_BYTES, seen=num_bytes)
+            return allocate_exactly(num_bytes, allocate)
+
+        opened: Record | str
+        try:
+            async with deadline.scope(f"reading a record from {self._client.bucket}"):
+                async with self._requests:
+                    data = await self._client.get(self._name(key), receive_into)
+                if data is None:
+                    return None
+                opened = await open_off_loop(data, key)
+        except CorruptRecord as error:
+            opened = str(error)
+        if isinstance(opened, Record):
+            return opened
+        await self.quarantine(key, opened, deadline=deadline)
+        return None
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self._check(deadline)
+        body = bytes(record.data)  # the client takes no memoryview; the copy is a hundredth of the request's cost
+        async with deadline.scope(f"writing a record to {self._client.bucket}"), self._requests:
+            for _ in range(_CONFLICT_ATTEMPTS):
+                try:
+                    await self._client.put(self._name(record.key), body, if_absent=True)
+                except Taken:
+                    return PutOutcome.EXISTS
+                except Conflict:  # another put of the same name is under way: ask again when it has ended
+                    await asyncio.sleep(_CONFLICT_WAIT_S)
+                    continue
+                return PutOutcome.STORED
+        raise Unavailable("S3 could not decide between two puts of one name", bucket=self._client.bucket)
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        self._check(deadline)
+        name = self._name(key)
+        async with deadline.scope(f"removing a record from {self._client.bucket}"), self._requests:
+            if await self._client.head(name) is None:
+                return False
+            await self._client.delete(name)
+            return True
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy."""
+        self._check(deadline)
+        name = self._name(key)
+        aside = f"{self._root}quarantine/{format_name(key)}"
+        async with deadline.scope(f"quarantining a record in {self._client.bucket}"), self._requests:
+            if not await self._client.copy(name, aside):
+                return
+            await self._client.delete(name)
+        self._num_quarantined += 1
+        _log.warning("record quarantined tier=%s key=%s reason=%s object=%s", self.name, key, reason, aside)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        self._check_open()
+        prefix = self._root + (namespace_root(namespace) if namespace is not None else f"{ROOT}/")
+        listing = self._client.list(prefix)
+        while True:
+            self._check_open()
+            async with Deadline.after(_SCAN_STEP_S).scope(f"listing {self._client.bucket}"):
+                item = await anext(listing, None)
+            if item is None:
+                return
+            name, num_bytes = item
+            try:
+                key = parse_name(name.removeprefix(self._root))
+            except InvalidRequest:
+                continue  # a manifest, or not ours
+            yield Entry(key, num_bytes)
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        self._check(deadline)
+        async with deadline.scope(f"writing a manifest to {self._client.bucket}"), self._requests:
+            await self._client.put(self._root + manifest_name(namespace), bytes(manifest), if_absent=False)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        self._check(deadline)
+        async with deadline.scope(f"reading a manifest from {self._client.bucket}"), self._requests:
+            data = await self._client.get(
+                self._root + manifest_name(namespace), lambda num_bytes: memoryview(bytearray(num_bytes))
+            )
+        return None if data is None else bytes(data)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        """Counting would mean a scan: only what this process put aside is known."""
+        self._check(deadline)
+        return TierUsage(None, None, None, self._num_quarantined)
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._client.aclose()
+
+    def _name(self, key: RecordKey) -> str:
+        return self._root + format_name(key)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the tier is closed", tier=self.name)
+
+    def _check(self, deadline: Deadline) -> None:
+        self._check_open()
+        check_deadline(deadline, self.name)

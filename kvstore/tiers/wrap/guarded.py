@@ -1,0 +1,176 @@
+"""A tier that cannot hold up its callers: breaker, limits, meters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvstore.errors import Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.wrap.breaker import Breaker
+
+__all__ = ["GuardedTier"]
+
+_log = logging.getLogger(__name__)
+
+_PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
+_PROBE_S = 2.0
+
+
+class GuardedTier(Tier):
+    """Passes calls on to `inner` while it is healthy, refuses them at once with `Unavailable` while it is not.
+
+    Args:
+        inner: The tier; owned from now on.
+        meters: Where calls, hits, bytes and errors are counted (see README.md).
+        breaker: When to stop asking; a default one if `None`.
+        calls_max: Calls at a time; one more is refused, so that a slow tier does not collect the whole node's requests.
+        clock: For the length of calls.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        *,
+        meters: Meters,
+        breaker: Breaker | None = None,
+        calls_max: int = 1024,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self._meters = meters
+        self._breaker = breaker or Breaker()
+        self._calls_max = calls_max
+        self._num_calls = 0
+        self._clock = clock
+        self._background = Background(f"guard of tier {inner.name}")
+        self._closed = False
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.inner.num_quarantined
+
+    @property
+    def is_open(self) -> bool:
+        """True while calls are refused."""
+        return self._breaker.is_open
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        with self._call(deadline):
+            self._count("heads", len(keys))
+            return await self.inner.head(keys, deadline=deadline)
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        with self._call(deadline):
+            self._count("reads")
+            record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        if record is not None:
+            self._count("hits")
+            self._count("read_bytes", record.num_bytes)
+        return record
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        with self._call(deadline):
+            self._count("puts")
+            outcome = await self.inner.put(record, deadline=deadline)
+        if outcome is PutOutcome.STORED:
+            self._count("put_bytes", record.num_bytes)
+        elif outcome is PutOutcome.FULL:
+            self._count("full")
+        return outcome
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        with self._call(deadline):
+            return await self.inner.delete(key, deadline=deadline)
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        with self._call(deadline):
+            await self.inner.quarantine(key, reason, deadline=deadline)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        """Not counted against the breaker: a scan is the operator's, and no request waits for it."""
+        self._check_closed_breaker()
+        async for entry in self.inner.scan(namespace):
+            yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        with self._call(deadline):
+            await self.inner.put_manifest(namespace, manifest, deadline=deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        with self._call(deadline):
+            return await self.inner.get_manifest(namespace, deadline=deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        with self._call(deadline):
+            return await self.inner.usage(deadline=deadline)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._background.aclose()
+        await self.inner.aclose()
+
+    @contextmanager
+    def _call(self, deadline: Deadline) -> Iterator[None]:
+        """Refuse the call, or run it and learn from how it ends. A cancelled one teaches nothing."""
+        if not self._closed:  # else the inner tier says `Closed`
+            self._check_closed_breaker()
+        if self._num_calls >= self._calls_max:
+            self._count("refused")
+            raise Unavailable("too many calls wait for the tier", tier=self.name, limit=self._calls_max)
+        started_s = self._clock.monotonic_s()
+        self._num_calls += 1
+        self._meters.set("tier_calls", self._num_calls, tier=self.name)
+        try:
+            yield
+        except Unavailable as error:
+            self._count("errors")
+            took_s = self._clock.monotonic_s() - started_s
+            if self._breaker.failed(took_s=took_s, timed_out=deadline.expired):
+                self._opened(error)
+            raise
+        else:
+            self._breaker.succeeded()
+        finally:
+            self._num_calls -= 1
+            self._meters.set("tier_calls", self._num_calls, tier=self.name)
+            self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
+
+    def _check_closed_breaker(self) -> None:
+        if self._breaker.is_open:
+            self._count("refused")
+            raise Unavailable("the tier failed and is left alone until a probe succeeds", tier=self.name)
+
+    def _opened(self, error: Unavailable) -> None:
+        if self._closed:
+            return
+        self._meters.set("tier_open", 1, tier=self.name)
+        _log.warning("tier %s is off, requests go on without it: %s", self.name, error)
+        self._background.spawn(self._probe_until_closed(), "probe")
+
+    async def _probe_until_closed(self) -> None:
+        opened_s = self._clock.monotonic_s()
+        while self._breaker.is_open:
+            await asyncio.sleep(self._breaker.delay_s)
+            try:
+                await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S))
+            except Unavailable:
+                self._breaker.probe_failed()
+            else:
+                self._breaker.probe_succeeded()
+        self._meters.set("tier_open", 0, tier=self.name)
+        _log.info("tier %s is back after %.1f s", self.name, self._clock.monotonic_s() - opened_s)
+
+    def _count(self, what: str, amount: int = 1) -> None:
+        self._meters.add(f"tier_{what}", amount, tier=self.name)
