@@ -37,7 +37,7 @@ def format_name(key: RecordKey) -> str:
 
 def stripe_name(key: RecordKey, payload_checksum: bytes, index: int) -> str:
     """The name of one stripe of a record's payload, in a tier that needs stripes; `parse_name` refuses it."""
-    return f"{format_name(key)}.p{payload_checksum.hex()}.{index}"
+    return f"{format_name(key)}.{payload_checksum.hex()}.{index}"
 
 
 def parse_name(name: str) -> RecordKey:

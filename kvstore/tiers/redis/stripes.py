@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.names import format_name
+from kvstore.format.names import stripe_name
 
 __all__ = ["STRIPE_BYTES", "is_striped", "stripe_names", "stripe_ranges"]
 
@@ -23,6 +23,5 @@ def stripe_ranges(header: HeaderV1) -> list[tuple[int, int]]:
 
 
 def stripe_names(header: HeaderV1) -> list[str]:
-    """`<record name>.<payload checksum hex>.<index>`: two writers of one record meet only if their bytes are equal."""
-    stem = f"{format_name(header.key)}.{header.payload_checksum.hex()}"
-    return [f"{stem}.{index}" for index in range(len(stripe_ranges(header)))]
+    """The names hold the payload's checksum: two writers of one record meet only if their bytes are equal."""
+    return [stripe_name(header.key, header.payload_checksum, index) for index in range(len(stripe_ranges(header)))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from kvstore.format.names import format_name, stripe_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
 from kvstore.model.spans import Span
+from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 
 PAGE = (Path(__file__).parents[3] / "docs" / "formats" / "record-v1.md").read_text()
 ROW = re.compile(r"\| (?P<offset>\d+) \| (?P<size>\d+) \| (?P<field>\w+) \| (?P<meaning>.+) \|")
@@ -116,5 +118,18 @@ def test_names_are_spelled_as_on_the_page() -> None:
     key = RecordKey(NamespaceId(bytes(range(16))), PrefixHash(b"\xab" * 32), 12, 0)
     name = "v1/000102030405060708090a0b0c0d0e0f/ab/{" + "ab" * 32 + "}.g12.s0"
     assert format_name(key) == name
-    assert stripe_name(key, b"\x01" * 16, 3) == name + ".p" + "01" * 16 + ".3"
-    assert "`<name>.p<payload checksum, 32 hex digits>.<index>`" in PAGE
+    assert stripe_name(key, b"\x01" * 16, 3) == name + "." + "01" * 16 + ".3"
+    assert "`<name>.<payload checksum, 32 hex digits>.<index>`" in PAGE
+
+
+def test_stripes_are_as_long_as_on_the_page() -> None:
+    """The Redis tier cuts where the page says, and its stripes are the payload without gap or overlap."""
+    assert f"({STRIPE_BYTES:,} bytes)" in PAGE and f"`i * {STRIPE_BYTES}`" in PAGE
+    key = RecordKey(NamespaceId(bytes(16)), PrefixHash(bytes(32)), 0, 0)
+    header = HeaderV1(key, RecordKind.STATE, Span(9, 9), 0, 0, 3 * STRIPE_BYTES + 1, b"\x01" * 16, 1)
+    ranges = stripe_ranges(header)
+    assert [start for start, _ in ranges] == [HEADER_BYTES + index * STRIPE_BYTES for index in range(4)]
+    assert [stop - start for start, stop in ranges] == [STRIPE_BYTES] * 3 + [1]
+    assert stripe_names(header) == [stripe_name(key, b"\x01" * 16, index) for index in range(4)]
+    assert not is_striped(replace(header, payload_bytes=STRIPE_BYTES - HEADER_BYTES))
+    assert is_striped(replace(header, payload_bytes=STRIPE_BYTES - HEADER_BYTES + 1))
