@@ -1,0 +1,287 @@
+"""What bad peers send to a live service: their connection ends with a reason, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvstore.api import Deadline
+from kvstore.client import RemoteStore, connect
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.listener import Listener
+from kvstore.service.server import Server
+from kvstore.testing.dict_store import DictStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.wire import messages
+from kvstore.wire.address import UnixAddress, parse_address
+from kvstore.wire.frames import pack_head
+from kvstore.wire.messages import encode
+
+HELLO = pack_head(encode(messages.Hello(1)))
+PROMPT = Prompt(ATTENTION, "bad peers", 64)
+
+
+class Peer:
+    """A raw connection that says what it is told."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next head, `None` at the end; payloads are skipped."""
+        async with asyncio.timeout(5):
+            try:
+                _, head_bytes, payload_bytes = struct.unpack("<4sIQ", await self._reader.readexactly(16))
+                head = msgpack.unpackb(await self._reader.readexactly(head_bytes))
+                await self._reader.readexactly(payload_bytes)
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                return None
+        assert isinstance(head, dict)
+        return head
+
+    async def end(self) -> None:
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+@asynccontextmanager
+async def peer_of(server: Server, *, greeted: bool = True) -> AsyncIterator[Peer]:
+    address = server.addresses[0]
+    assert isinstance(address, UnixAddress)
+    peer = Peer(*await asyncio.open_unix_connection(address.path))
+    try:
+        if greeted:
+            peer.send(HELLO)
+            welcome = await peer.receive()
+            assert welcome is not None
+            assert welcome["type"] == "welcome"
+        yield peer
+    finally:
+        await peer.end()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    limits = ServiceLimits(receive_bytes=1 << 20, save_credit_bytes=512 << 10, max_requests=4, hello_timeout_s=0.3)
+    server = Server(DictStore(), limits)
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    yield server
+    await server.aclose()
+
+
+@pytest.fixture
+async def bystander(server: Server) -> AsyncIterator[RemoteStore]:
+    """A well-behaved client; its connections must outlive every test."""
+    client = connect(str(server.addresses[0]))
+    await client.wait_ready(deadline=Deadline.after(5))
+    yield client
+    assert (await client.status(deadline=Deadline.after(5)))["records"] is not None
+    assert client._pool.num_connects == 3
+    await client.aclose()
+
+
+def prefix(head_bytes: int, payload_bytes: int, magic: bytes = b"KVW1") -> bytes:
+    return struct.pack("<4sIQ", magic, head_bytes, payload_bytes)
+
+
+def frame(head: dict[str, Any], payload_bytes: int = 0) -> bytes:
+    return pack_head(head, payload_bytes)
+
+
+SAVE = {"type": "save", "id": 1, "deadline_ms": 1000, "ack": "memory"}
+BAD_FRAMES = {
+    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "InvalidRequest", "magic"),
+    "another version": (prefix(1, 0, b"KVW9"), "UnsupportedFormat", "KVW9"),
+    "huge head": (prefix(1 << 31, 0), "InvalidRequest", "head_bytes"),
+    "huge payload": (prefix(9, 1 << 62), "InvalidRequest", "payload_bytes"),
+    "not msgpack": (prefix(4, 0) + b"\xc1\xc1\xc1\xc1", "InvalidRequest", "msgpack"),
+    "a list": (prefix(1, 0) + b"\x90", "InvalidRequest", "map"),
+    "unknown type": (frame({"type": "frobnicate", "id": 1}), "InvalidRequest", "frobnicate"),
+    "no type": (frame({"id": 1}), "InvalidRequest", "type"),
+    "missing field": (frame({"type": "renew", "id": 1, "deadline_ms": 5}), "InvalidRequest", "renew.lease"),
+    "wrong type": (frame({"type": "ping", "id": "x", "deadline_ms": 5}), "InvalidRequest", "ping.id"),
+    "payload on a ping": (frame({"type": "ping", "id": 1, "deadline_ms": 5}, 9), "InvalidRequest", "payload"),
+    "a reply": (frame({"type": "pong", "id": 1}), "InvalidRequest", "pong"),
+    "a second hello": (HELLO, "InvalidRequest", "hello"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FRAMES)
+async def test_bad_frames_end_their_connection_with_a_reason(server: Server, bystander: RemoteStore, case: str) -> None:
+    """One bad frame after a good hello: a `refused` frame says what was wrong, then the connection ends."""
+    data, kind, text = BAD_FRAMES[case]
+    async with peer_of(server) as peer:
+        peer.send(data)
+        refused = await peer.receive()
+        assert refused is not None
+        assert (refused["type"], refused["kind"]) == ("refused", kind)
+        assert text in refused["message"]
+        assert await peer.receive() is None
+
+
+async def test_a_bad_frame_behind_good_ones_spoils_only_what_follows(server: Server, bystander: RemoteStore) -> None:
+    """Frames are answered in spite of a bad one behind them in the same packet; what follows it is not read."""
+    ping = frame({"type": "ping", "id": 1, "deadline_ms": 1000})
+    async with peer_of(server) as peer:
+        peer.send(ping + b"rubbish of sixteen bytes and more" + ping)
+        answers = [await peer.receive() for _ in range(3)]
+        assert [answer and answer["type"] for answer in answers] == ["pong", "refused", None]
+
+
+async def test_requests_before_the_hello_are_refused(server: Server, bystander: RemoteStore) -> None:
+    """Reordered: a request comes first."""
+    async with peer_of(server, greeted=False) as peer:
+        peer.send(frame({"type": "status", "id": 1, "deadline_ms": 1000}) + HELLO)
+        refused = await peer.receive()
+        assert refused is not None
+        assert "hello" in refused["message"]
+        assert await peer.receive() is None
+
+
+async def test_silent_peers_are_not_kept(server: Server, bystander: RemoteStore) -> None:
+    """A peer that connects and says nothing, or half a hello, is told so and let go."""
+    for begin in (b"", HELLO[:20]):
+        async with peer_of(server, greeted=False) as peer:
+            peer.send(begin)
+            refused = await peer.receive()
+            assert refused is not None
+            assert "hello" in refused["message"]
+            assert await peer.receive() is None
+
+
+async def test_truncated_frames_hold_nothing(server: Server, bystander: RemoteStore) -> None:
+    """Peers die at every point of a save: nothing is stored, and no byte stays taken from the budget."""
+    namespace = await bystander.open_namespace(PROMPT.description, deadline=Deadline.after(5))
+    record = PROMPT.record(64)
+    assert record.key.namespace == namespace
+    whole = frame(SAVE, record.num_bytes) + bytes(record.data)
+    for cut in (1, 15, 16, 20, len(whole) - record.num_bytes, len(whole) - 1):
+        async with peer_of(server) as peer:
+            peer.send(whole[:cut])
+            await asyncio.sleep(0.01)
+    await until(lambda: server.describe()["receive_bytes_used"] == 0 and server.describe()["sessions"] == 3)
+    assert (await bystander.status(deadline=Deadline.after(5)))["records"] == 0
+
+
+async def test_saves_beyond_the_credit_are_refused(server: Server, bystander: RemoteStore) -> None:
+    """A peer that ignores its window is cut off before its bytes are received."""
+    store = server._answers.store
+    assert isinstance(store, DictStore)
+    store.gate.clear()
+    async with peer_of(server) as peer:
+        record = Prompt(ATTENTION, "large", 64, payload_bytes=300 << 10).record(64)
+        for number in range(2):
+            peer.send(frame({**SAVE, "id": number}, record.num_bytes) + bytes(record.data))
+        refused = await peer.receive()
+        assert refused is not None
+        assert (refused["type"], "credit" in refused["message"]) == ("refused", True)
+    store.gate.set()
+    await until(lambda: server.describe()["receive_bytes_used"] == 0)
+
+
+async def test_request_ids_in_use_are_refused(server: Server, bystander: RemoteStore) -> None:
+    """Two running requests with one id could not be told apart."""
+    store = server._answers.store
+    assert isinstance(store, DictStore)
+    store.gate.clear()
+    async with peer_of(server) as peer:
+        peer.send(frame({"type": "status", "id": 1, "deadline_ms": 1000}) * 2)
+        refused = await peer.receive()
+        assert refused is not None
+        assert (refused["type"], "in use" in refused["message"]) == ("refused", True)
+    store.gate.set()
+
+
+async def test_too_many_requests_are_answered_unavailable(server: Server, bystander: RemoteStore) -> None:
+    """The fifth of at most four running requests is answered at once; the others are answered when they can be."""
+    store = server._answers.store
+    assert isinstance(store, DictStore)
+    store.gate.clear()
+    async with peer_of(server) as peer:
+        for number in range(5):
+            peer.send(frame({"type": "status", "id": number, "deadline_ms": 5000}))
+        first = await peer.receive()
+        assert first is not None
+        assert (first["type"], first["id"], first["kind"]) == ("error", 4, "Unavailable")
+        store.gate.set()
+        assert sorted([(await peer.receive() or {})["id"] for _ in range(4)]) == [0, 1, 2, 3]
+
+
+async def test_cancelled_requests_are_answered_once(server: Server, bystander: RemoteStore) -> None:
+    """Cancelled in the same packet and later; unknown ids are ignored, and the connection goes on."""
+    store = server._answers.store
+    assert isinstance(store, DictStore)
+    store.gate.clear()
+    async with peer_of(server) as peer:
+        cancel = frame({"type": "cancel", "id": 1}) + frame({"type": "cancel", "id": 77})
+        peer.send(frame({"type": "status", "id": 1, "deadline_ms": 5000}) + cancel)
+        answer = await peer.receive()
+        assert answer is not None
+        assert (answer["type"], answer["id"], answer["kind"]) == ("error", 1, "Unavailable")
+        peer.send(frame({"type": "status", "id": 1, "deadline_ms": 5000}))
+        await asyncio.sleep(0.02)
+        peer.send(cancel)
+        assert (await peer.receive() or {})["id"] == 1
+        assert set(store.cancelled) == {"status"}
+        store.gate.set()
+        peer.send(frame({"type": "ping", "id": 2, "deadline_ms": 5000}))
+        assert (await peer.receive() or {})["type"] == "pong"
+
+
+async def test_tcp_peers_need_the_token() -> None:
+    """Without the token, or with a wrong one, a TCP peer is refused with what to do; with it, it is served."""
+    server = Server(DictStore(), token="right")
+    await server.listen([parse_address("tcp://127.0.0.1:0")])
+    url = str(server.addresses[0])
+    for token in ("", "wrong", "rightt"):
+        client = connect(url, token=token)
+        with pytest.raises(Unavailable, match="token_file"):
+            await client.status(deadline=Deadline.after(1))
+        await client.aclose()
+    client = connect(url, token="right")
+    assert await client.status(deadline=Deadline.after(5))
+    await client.aclose()
+    await server.aclose()
+
+
+async def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
+    """The socket has mode 0600 in a folder of mode 0700; a stale file is replaced, a live one and a plain file not."""
+    path = tmp_path / "new" / "s"
+    stale = socket.socket(socket.AF_UNIX)
+    path.parent.mkdir(mode=0o700)
+    stale.bind(str(path))
+    stale.close()
+    listener = await Listener.open(UnixAddress(str(path)), asyncio.Protocol)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InvalidRequest, match="another program listens"):
+        await Listener.open(UnixAddress(str(path)), asyncio.Protocol)
+    await listener.aclose()
+    assert os.listdir(path.parent) == []
+    path.write_text("precious")
+    with pytest.raises(InvalidRequest, match="no socket"):
+        await Listener.open(UnixAddress(str(path)), asyncio.Protocol)
+    assert path.read_text() == "precious"
+    deep = tmp_path / "made" / "s"
+    listener = await Listener.open(UnixAddress(str(deep)), asyncio.Protocol)
+    assert deep.parent.stat().st_mode & 0o777 == 0o700
+    await listener.aclose()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
