@@ -31,7 +31,7 @@ class StoreLimits:
         backoff_s_min: Pause after the first failure of a tier; it doubles with each further one.
         backoff_s_max: The longest pause.
         drain_timeout_s: `aclose` gives the write-back this long.
-        cold_probes: Presence of a prompt's pages in the cold tier is asked with at most so many heads at a time.
+        cold_probes: Heads per round of questions to the cold tier. Fewer cost less and take more rounds.
         absent_s: A record that turned out to be missing is not asked for again for so long.
     """
 
@@ -51,5 +51,5 @@ class StoreLimits:
     backoff_s_min: float = 0.1
     backoff_s_max: float = 30.0
     drain_timeout_s: float = 5.0
-    cold_probes: int = 64
+    cold_probes: int = 16
     absent_s: float = 60.0

@@ -108,14 +108,15 @@ def inner_probes(layout: Layout, query: PrefixQuery, complete: Callable[[Probe],
     Args:
         complete: Whether a probe was found whole.
     """
-    open_cell = _first_open_cell(layout, query, complete)
     page_tokens = layout.page_tokens
+    last_cell = min(_first_open_cell(layout, query, complete), cell_of(max(1, query.cap_tokens), page_tokens))
     pages = {cell_of(b.tokens, page_tokens): i for i, b in enumerate(query.boundaries) if b.tokens % page_tokens == 0}
     probes: list[Probe] = []
-    first_token = max(0, open_cell - 1) * page_tokens
+    # a group that reads a window may lack the page before, too
+    first_token = max(0, last_cell - 1) * page_tokens
     for index, boundary in enumerate(query.boundaries):
         tokens, cell = boundary.tokens, cell_of(boundary.tokens, page_tokens)
-        if cell > open_cell:
+        if cell > last_cell:
             break
         is_candidate = query.local_tokens < tokens <= query.cap_tokens and tokens % query.step_tokens == 0
         is_tail = tokens > first_token and tokens > query.local_tokens and tokens % page_tokens != 0
@@ -164,10 +165,13 @@ def spread(num_items: int, limit: int) -> list[int]:
 
 
 def gaps(answers: Mapping[int, bool], limit: int) -> list[int]:
-    """Indexes between two answers that differ, at most `limit`, the lowest first."""
-    asked = sorted(answers)
-    between = (i for low, high in pairwise(asked) if answers[low] != answers[high] for i in range(low + 1, high))
-    return [i for i, _ in zip(between, range(limit), strict=False)]
+    """Up to `limit` indexes to ask next: spread over each gap between two answers that differ, the lowest gap first."""
+    chosen: list[int] = []
+    for low, high in pairwise(sorted(answers)):
+        if answers[low] != answers[high]:
+            num = min(high - low - 1, limit - len(chosen))
+            chosen += [low + (i + 1) * (high - low) // (num + 1) for i in range(num)]
+    return chosen
 
 
 def fill(answers: Mapping[int, bool], num_items: int) -> list[bool]:

@@ -30,8 +30,11 @@ from kvstore.tiers.memory import MemoryTier
 
 __all__ = ["PresenceFinder"]
 
+_PAGE_ROUNDS_MAX = 4
+"""With 16 questions a round three narrow 4,096 pages down to one; holes within holes are left for `stage` to find."""
+
 _FIRST_ROUND_SHARE = 0.6
-"""Of a lookup's time, for the pages: a tier that hangs in it must leave time to ask the other one for the tails."""
+"""Of a lookup's time, for the pages: a tier that hangs must leave time to ask the other one for the tails."""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +96,7 @@ class PresenceFinder:
         if not asked:
             return presence
         if wanted := [probe for probe in pages if not presence.complete(probe)]:
-            share = deadline.earlier(deadline.remaining_s * _FIRST_ROUND_SHARE)
+            share = deadline.earlier(deadline.remaining_s * _FIRST_ROUND_SHARE) if len(asked) > 1 else deadline
             await asyncio.gather(*(self._ask_pages(presence, place, wanted, share) for place in asked))
             inner = inner_probes(layout, query, presence.complete)
             self._look_in_memory(presence, inner)
@@ -117,19 +120,21 @@ class PresenceFinder:
                 presence.memory[probe] = held
 
     async def _ask_pages(self, presence: Presence, place: _Asked, pages: Sequence[Probe], deadline: Deadline) -> None:
-        """Ask for pages: all of them, or a spread of each group's and then the gaps where the answer changes."""
+        """Ask for pages: all of them, or a spread of each group's and then, by rounds, where the answer changes."""
         if place.exact:
             await self._ask_exactly(presence, place, pages, deadline)
             return
         groups = by_group(pages)
         limit = max(2, self._cold_probes // len(groups))
         answers: dict[int, dict[int, bool]] = {group: {} for group in groups}
-        for first in (True, False):
+        for number in range(_PAGE_ROUNDS_MAX):
             chosen = [
                 (group, i)
                 for group in groups
-                for i in (spread(len(groups[group]), limit) if first else gaps(answers[group], limit))
+                for i in (gaps(answers[group], limit) if number else spread(len(groups[group]), limit))
             ]
+            if not chosen or place.failed:
+                break
             told = await self._ask_one_slice(presence, place, [groups[group][i] for group, i in chosen], deadline)
             for (group, i), answer in zip(chosen, told, strict=True):
                 answers[group][i] = answer

@@ -154,7 +154,8 @@ class TieredStore(PageStore):
             self.meters.add("stage_refused", reason="leases")
             return Staged(None, query.local_tokens)
         deadline = _leave_time(deadline)
-        presence = await self._finder.find(query, layout, deadline)
+        # a tier that hangs while it is asked is as stalled as one that hangs while it is read
+        presence = await self._finder.find(query, layout, deadline.earlier(self.limits.stall_timeout_s))
         holding = await self._promotion.stage(presence, deadline, progress)
         if self._closed:
             self._promotion.drop(holding)

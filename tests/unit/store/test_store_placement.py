@@ -1,0 +1,172 @@
+"""The pure parts of the store: what to ask, how to fill gaps, what fits, how windows and pauses change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.api import PrefixQuery
+from kvstore.errors import CorruptRecord, InvalidRequest
+from kvstore.model.coverage import longest_resumable, records_to_resume
+from kvstore.model.spans import Span
+from kvstore.store.admission import affordable_resume, check_header, check_sizes
+from kvstore.store.fetch_gate import next_window
+from kvstore.store.placement import fill as fill_gaps
+from kvstore.store.placement import gaps, inner_probes, page_probes, spread
+from kvstore.store.write_back import backoff_s
+from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+
+
+@given(st.integers(0, 600), st.integers(2, 64))
+def test_a_spread_holds_both_ends_and_keeps_its_limit(num_items: int, limit: int) -> None:
+    """Whatever is asked for, the chosen indexes ascend, are bounded, and span the whole range."""
+    chosen = spread(num_items, limit)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) <= limit
+    assert all(0 <= i < num_items for i in chosen)
+    if num_items:
+        assert chosen[0] == 0
+        assert chosen[-1] == num_items - 1
+
+
+@given(st.integers(1, 2000), st.integers(2, 20), st.data())
+def test_questions_find_the_end_of_an_unbroken_run(num_items: int, limit: int, data: st.DataObject) -> None:
+    """Pages up to some point are there: spread and gaps find that point exactly, in logarithmic rounds."""
+    num_there = data.draw(st.integers(0, num_items))
+    answers = {i: i < num_there for i in spread(num_items, limit)}
+    rounds = 1
+    while chosen := gaps(answers, limit):
+        assert len(chosen) <= limit
+        answers |= {i: i < num_there for i in chosen}
+        rounds += 1
+    assert fill_gaps(answers, num_items) == [i < num_there for i in range(num_items)]
+    assert rounds <= 2 + num_items.bit_length()
+
+
+@given(st.lists(st.booleans(), max_size=80), st.integers(2, 90))
+def test_what_was_answered_is_never_overruled(there: list[bool], limit: int) -> None:
+    """With arbitrary holes a filled answer agrees with every answer that was given."""
+    answers = {i: there[i] for i in spread(len(there), limit)}
+    filled = fill_gaps(answers, len(there))
+    assert all(filled[i] == answer for i, answer in answers.items())
+    if limit >= len(there):
+        assert filled == there
+
+
+def test_pages_are_asked_for_before_tails() -> None:
+    """The first question of a prompt names its pages only; states are no pages."""
+    query = Prompt(HYBRID, "a", 250).query()
+    probes = page_probes(HYBRID, query)
+    assert [(query.boundaries[i].tokens, group) for i, group in probes] == [(64, 0), (128, 0), (192, 0)]
+
+
+@pytest.mark.parametrize(("held", "expected"), [(0, [16, 32, 48]), (2, [144, 160, 176]), (3, [208, 224, 240])])
+def test_tails_are_asked_for_in_the_first_open_cell_only(held: int, expected: list[int]) -> None:
+    """With the first pages there, only boundaries inside the next cell can still lengthen the hit."""
+    query = Prompt(ATTENTION, "a", 250).query()
+    there = set(page_probes(ATTENTION, query)[:held])
+    assert [query.boundaries[i].tokens for i, _ in inner_probes(ATTENTION, query, there.__contains__)] == expected
+
+
+def test_states_are_asked_for_as_far_as_the_pages_reach() -> None:
+    """A state beyond the last page or tail that could be there is of no use; nor is one that the engine has."""
+    query = replace(Prompt(HYBRID, "a", 512).query(local_tokens=64), step_tokens=64)
+    there = set(page_probes(HYBRID, query)[:4])  # up to 256
+    probes = inner_probes(HYBRID, query, there.__contains__)
+    states = [query.boundaries[i].tokens for i, group in probes if group == 1]
+    assert states == [128, 192, 256, 320]
+
+
+@pytest.mark.parametrize("layout", [ATTENTION, HYBRID])
+@given(data=st.data())
+def test_nothing_that_matters_is_left_unasked(layout, data: st.DataObject) -> None:
+    """For random tails and states over an unbroken run of pages, what the two questions see leads to the same resume
+    point as seeing everything.
+    """
+    prompt = Prompt(layout, "a", 320)
+    query = prompt.query(local_tokens=data.draw(st.integers(0, 20)) * 16, cap_tokens=data.draw(st.integers(0, 20)) * 16)
+    run = data.draw(st.integers(0, 5))
+    tokens = [boundary.tokens for boundary in query.boundaries]
+    bits = []
+    for boundary_tokens in tokens:
+        drawn = data.draw(st.integers(0, (1 << len(layout.groups)) - 1))
+        if boundary_tokens % 64 == 0:
+            drawn = (drawn & ~1) | (boundary_tokens <= run * 64)
+        bits.append(drawn)
+
+    def complete(probe: tuple[int, int]) -> bool:
+        return bool(bits[probe[0]] >> probe[1] & 1)
+
+    asked = [*page_probes(layout, query), *inner_probes(layout, query, complete)]
+    seen = [0] * len(tokens)
+    for probe in asked:
+        seen[probe[0]] |= complete(probe) << probe[1]
+    arguments = {"local_tokens": query.local_tokens, "cap_tokens": query.cap_tokens, "step_tokens": query.step_tokens}
+    full = longest_resumable(layout, tokens, bits, **arguments)
+    assert longest_resumable(layout, tokens, seen, **arguments) == full
+
+
+@given(st.integers(0, 40), st.integers(1, 20))
+def test_an_affordable_hit_fits_and_is_the_longest_that_does(pages: int, num_pages: int) -> None:
+    """With equal pages the cut is exact: as many as the budget holds."""
+    query = Prompt(ATTENTION, "a", 64 * num_pages, step_tokens=64).query()
+    present = [1] * num_pages
+    resume = affordable_resume(ATTENTION, query, present, group_bytes=[100], budget_bytes=100 * pages + 50)
+    assert resume == 64 * min(pages, num_pages)
+
+
+@given(st.data())
+def test_an_affordable_hit_never_exceeds_its_budget(data: st.DataObject) -> None:
+    """Windows and states make the need uneven: whatever is chosen is usable and fits."""
+    query = Prompt(WINDOWED, "a", 640).query()
+    tokens = [boundary.tokens for boundary in query.boundaries]
+    present = [data.draw(st.integers(0, 3)) for _ in tokens]
+    budget_bytes = data.draw(st.integers(0, 3000))
+    resume = affordable_resume(WINDOWED, query, present, group_bytes=[100, 150], budget_bytes=budget_bytes)
+    if resume:
+        needed = records_to_resume(WINDOWED, tokens, present, resume_tokens=resume, local_tokens=0)
+        assert sum([100, 150][record.group] for record in needed) <= budget_bytes
+
+
+def test_a_header_must_be_what_its_group_has_at_its_boundary() -> None:
+    """Right headers pass; a wrong span, kind or boundary does not."""
+    header = Prompt(ATTENTION, "a", 250).record(240).header
+    check_header(header, ATTENTION)
+    check_header(header, ATTENTION, 240)
+    with pytest.raises(CorruptRecord, match="expected=PAGE 192-256 seen=TAIL 192-240"):
+        check_header(header, ATTENTION, 256)
+    with pytest.raises(CorruptRecord):
+        check_header(replace(header, span=Span(191, 240)), ATTENTION)
+    with pytest.raises(CorruptRecord, match="at least one token"):
+        check_header(replace(Prompt(HYBRID, "a", 64).record(64, 1).header, span=Span(0, 0)), HYBRID)
+
+
+def test_staging_must_leave_room_for_saves() -> None:
+    """Three quarters of memory may be staged, not more."""
+    check_sizes(750, 1000)
+    with pytest.raises(InvalidRequest, match="three quarters"):
+        check_sizes(751, 1000)
+
+
+def test_the_window_follows_the_time_of_single_reads() -> None:
+    """Quick reads widen it to its limit, slow ones narrow it to one, middling ones leave it."""
+    assert next_window(4, 0.01, quick_s=0.05, limit=16) == 5
+    assert next_window(16, 0.01, quick_s=0.05, limit=16) == 16
+    assert next_window(4, 0.07, quick_s=0.05, limit=16) == 4
+    assert next_window(4, 0.2, quick_s=0.05, limit=16) == 3
+    assert next_window(1, 0.2, quick_s=0.05, limit=16) == 1
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    """The first is the shortest; a very long outage does not overflow."""
+    assert [backoff_s(n, shortest_s=0.1, longest_s=1.0) for n in (1, 2, 3, 4, 5)] == [0.1, 0.2, 0.4, 0.8, 1.0]
+    assert backoff_s(10_000, shortest_s=0.1, longest_s=30.0) == 30.0
+
+
+def test_an_empty_query_asks_nothing() -> None:
+    """A prompt shorter than a block has no boundaries."""
+    query = PrefixQuery(Prompt(ATTENTION, "a", 64).namespace, (), 0, 0, 16)
+    assert page_probes(ATTENTION, query) == inner_probes(ATTENTION, query, lambda _: False) == []
