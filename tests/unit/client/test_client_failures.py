@@ -1,0 +1,205 @@
+"""A real service process is killed and frozen under a client: bounded time, and healing without help."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import Deadline, LeaseId, SaveOutcome, Staged
+from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.errors import Unavailable
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.service_process import ServiceProcess, free_tcp_url
+
+PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
+CALL_S = 0.3
+SLACK_S = 0.25
+"""The machines are shared."""
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def service(request: pytest.FixtureRequest, tmp_path: Path) -> ServiceProcess:
+    return ServiceProcess(f"unix:{tmp_path / 's'}" if request.param == "unix" else free_tcp_url())
+
+
+@pytest.fixture
+async def client(service: ServiceProcess) -> AsyncIterator[RemoteStore]:
+    with service:
+        client = connect(service.url)
+        await client.wait_ready(deadline=Deadline.after(10))
+        yield client
+        await client.aclose()
+
+
+async def save_all(client: RemoteStore) -> Staged:
+    """Save a prompt and stage it."""
+    await client.open_namespace(PROMPT.description, deadline=Deadline.after(5))
+    outcomes = await asyncio.gather(*[client.save(r, deadline=Deadline.after(5)) for r in PROMPT.records()])
+    assert set(outcomes) <= {SaveOutcome.STORED, SaveOutcome.EXISTS}
+    staged = await client.stage(PROMPT.query(), deadline=Deadline.after(5))
+    assert staged.resume_tokens == 256
+    return staged
+
+
+def calls(client: RemoteStore, staged: Staged) -> dict[str, Callable[[], Awaitable[object]]]:
+    lease = staged.lease or LeaseId(b"")
+    record = PROMPT.record(64, seed=1)
+
+    def soon() -> Deadline:
+        return Deadline.after(CALL_S)
+
+    return {
+        "lookup": lambda: client.lookup(PROMPT.query(), deadline=soon()),
+        "stage": lambda: client.stage(PROMPT.query(), deadline=soon()),
+        "load": lambda: client.load(lease, staged.keys[0], deadline=soon()),
+        "save": lambda: client.save(record, deadline=soon()),
+    }
+
+
+async def fails_within(call: Awaitable[object], seconds: float) -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(Unavailable):
+        await call
+    assert time.monotonic() - begun_s < seconds
+
+
+async def heals(client: RemoteStore, seconds: float) -> None:
+    """The client is of use again by itself, namespaces included."""
+    begun_s = time.monotonic()
+    while True:
+        try:
+            await client.lookup(PROMPT.query(), deadline=Deadline.after(CALL_S))
+            await client.save(PROMPT.record(64), deadline=Deadline.after(CALL_S))
+        except Unavailable:
+            assert time.monotonic() - begun_s < seconds
+            await asyncio.sleep(0.01)
+        else:
+            return
+
+
+@pytest.mark.parametrize("verb", ["lookup", "stage", "load", "save"])
+async def test_a_frozen_service_costs_one_deadline(service: ServiceProcess, client: RemoteStore, verb: str) -> None:
+    """SIGSTOP before a call: it ends at its deadline, all later calls at once; after SIGCONT all is as before."""
+    staged = await save_all(client)
+    service.freeze()
+    try:
+        await fails_within(calls(client, staged)[verb](), CALL_S + SLACK_S)
+        for call in calls(client, staged).values():
+            await fails_within(call(), 0.05)
+    finally:
+        service.thaw()
+    await heals(client, 1.0)
+    assert staged.lease is not None
+    loaded = await client.load(staged.lease, staged.keys[0], deadline=Deadline.after(5))
+    assert bytes(loaded.data) in {bytes(record.data) for record in PROMPT.records()}
+
+
+async def test_a_service_frozen_in_the_middle_of_loads_heals(service: ServiceProcess, client: RemoteStore) -> None:
+    """SIGSTOP while payloads are on their way: bounded, and after the thaw their late bytes disturb nobody."""
+    staged = await save_all(client)
+    assert staged.lease is not None
+    loads = [
+        asyncio.ensure_future(client.load(staged.lease, key, deadline=Deadline.after(CALL_S)))
+        for key in staged.keys * 8
+    ]
+    await asyncio.sleep(0.004)
+    service.freeze()
+    begun_s = time.monotonic()
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    service.thaw()
+    assert time.monotonic() - begun_s < CALL_S + SLACK_S
+    assert any(isinstance(outcome, Unavailable) for outcome in outcomes)
+    await heals(client, 1.0)
+    by_key = {record.key: bytes(record.data) for record in PROMPT.records()}
+    for key in staged.keys:
+        assert bytes((await client.load(staged.lease, key, deadline=Deadline.after(5))).data) == by_key[key]
+
+
+@pytest.mark.parametrize("verb", ["lookup", "stage", "load", "save"])
+async def test_a_killed_service_fails_calls_at_once(service: ServiceProcess, client: RemoteStore, verb: str) -> None:
+    """SIGKILL during a call, which waits in a frozen service: it fails then, later ones at once; a restart heals."""
+    staged = await save_all(client)
+    service.freeze()
+    call = asyncio.ensure_future(calls(client, staged)[verb]())
+    await asyncio.sleep(0.05)
+    service.kill()
+    await fails_within(call, 0.2)
+    for later in calls(client, staged).values():
+        await fails_within(later(), 0.05)
+    service.start()
+    await heals(client, 1.0)
+    assert (await save_all(client)).resume_tokens == 256
+
+
+async def test_one_warning_and_one_all_clear(
+    service: ServiceProcess, client: RemoteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many calls fail and attempts are made: one warning with the next step, one line when it is back."""
+    caplog.set_level(logging.INFO, "kvstore.client")
+    await save_all(client)
+    service.kill()
+    for _ in range(30):
+        with pytest.raises(Unavailable):
+            await client.status(deadline=Deadline.after(CALL_S))
+        await asyncio.sleep(0.02)
+    service.start()
+    await heals(client, 1.0)
+    await client.wait_ready(deadline=Deadline.after(2))
+    await asyncio.sleep(0.05)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "kvstore serve --listen" in caplog.text
+    assert "embedded:" in caplog.text
+
+
+async def test_a_client_of_nothing_fails_at_once_and_finds_it_later(tmp_path: Path) -> None:
+    """The client is made before there is a service; it neither fails nor waits, and connects when there is one."""
+    service = ServiceProcess(f"unix:{tmp_path / 's'}")
+    client = connect(service.url)
+    await fails_within(client.status(deadline=Deadline.after(5)), 0.1)
+    with service:
+        await heals_status(client, 1.0)
+    await client.aclose()
+
+
+async def test_a_service_frozen_from_the_start_is_given_up_and_found_again(tmp_path: Path) -> None:
+    """It accepts but does not greet: calls wait for the first attempt a moment only; thawed, it is used."""
+    with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
+        service.freeze()
+        client = connect(service.url, options=ClientOptions(first_attempt_s=0.2, hello_timeout_s=0.5))
+        await fails_within(client.status(deadline=Deadline.after(5)), 0.2 + SLACK_S)
+        await fails_within(client.status(deadline=Deadline.after(5)), 0.05)
+        service.thaw()
+        await heals_status(client, 1.0)
+        await client.aclose()
+
+
+async def test_a_long_frozen_service_is_connected_to_anew(service: ServiceProcess, client: RemoteStore) -> None:
+    """Silent for longer than a connection is trusted: the client connects anew, and heals as soon as it is thawed."""
+    await client.aclose()
+    client = connect(service.url, options=ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3))
+    await save_all(client)
+    service.freeze()
+    await fails_within(client.status(deadline=Deadline.after(CALL_S)), CALL_S + SLACK_S)
+    for _ in range(20):
+        await fails_within(client.status(deadline=Deadline.after(CALL_S)), 0.05)
+        await asyncio.sleep(0.05)
+    service.thaw()
+    await heals(client, 1.5)
+    await client.aclose()
+
+
+async def heals_status(client: RemoteStore, seconds: float) -> None:
+    begun_s = time.monotonic()
+    while True:
+        try:
+            await client.status(deadline=Deadline.after(CALL_S))
+        except Unavailable:
+            assert time.monotonic() - begun_s < seconds
+            await asyncio.sleep(0.01)
+        else:
+            return
