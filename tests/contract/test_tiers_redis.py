@@ -1,0 +1,167 @@
+"""The contract of tiers, run on a real Redis, and what stripes add to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis
+import uvloop
+
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.names import format_name
+from kvstore.model.keys import RecordKey
+from kvstore.testing.records import make_key, make_record
+from kvstore.testing.servers import RedisServer
+from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis.stripes import STRIPE_BYTES, stripe_names, stripe_ranges
+
+pytestmark = pytest.mark.servers
+
+
+class RedisMedium(Medium):
+    """Reaches the values with a general client."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.raw = redis.Redis.from_url(url)
+
+    async def open_tier(self) -> Tier:
+        return RedisTier.from_url(self.url)
+
+    async def read(self, key: RecordKey) -> bytes | None:
+        return self.raw.get(format_name(key))
+
+    async def write(self, key: RecordKey, data: bytes) -> None:
+        """Keeps the cut of a striped record: each value is replaced by what `data` has at its place."""
+        name = format_name(key)
+        assert self.raw.exists(name)
+        stripes = sorted(self.raw.keys(name.replace("{", "\\{") + ".*"), key=lambda name: int(name.split(b".")[-1]))
+        if not stripes:
+            self.raw.set(name, data)
+            return
+        self.raw.set(name, data[:HEADER_BYTES])
+        for index, stripe in enumerate(stripes):
+            start = HEADER_BYTES + index * STRIPE_BYTES
+            self.raw.set(stripe, data[start : start + STRIPE_BYTES])
+
+
+@pytest.fixture
+def medium(shared_redis: RedisServer) -> Iterator[RedisMedium]:
+    medium = RedisMedium(shared_redis.url)
+    medium.raw.flushall()
+    yield medium
+    medium.raw.close()
+
+
+@pytest.fixture
+async def tier(medium: RedisMedium) -> AsyncIterator[Tier]:
+    tier = await medium.open_tier()
+    yield tier
+    await tier.aclose()
+
+
+class TestRedisTier(LastingTierContract):
+    @pytest.fixture
+    async def medium(self, medium: RedisMedium) -> Medium:
+        return medium
+
+
+# Its successor, a hook, would change the loop of every test of the run.
+@pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture is deprecated")
+class TestRedisTierOnUvloop(LastingTierContract):
+    """The loop of the service receives differently: the whole contract again."""
+
+    @pytest.fixture(scope="class")
+    def event_loop_policy(self) -> asyncio.AbstractEventLoopPolicy:
+        return uvloop.EventLoopPolicy()
+
+    @pytest.fixture
+    async def medium(self, medium: RedisMedium) -> Medium:
+        assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
+        return medium
+
+
+async def test_no_value_is_larger_than_a_stripe(medium: RedisMedium, tier: Tier) -> None:
+    """A record at the limit is one value, one byte more makes it striped, and no value is above the limit."""
+    at_limit, above = make_record(1, STRIPE_BYTES - HEADER_BYTES), make_record(2, STRIPE_BYTES - HEADER_BYTES + 1)
+    for record in (at_limit, above, make_record(3, LARGE_BYTES)):
+        await tier.put(record, deadline=soon())
+    assert medium.raw.strlen(format_name(at_limit.key)) == STRIPE_BYTES
+    assert medium.raw.strlen(format_name(above.key)) == HEADER_BYTES
+    assert max(medium.raw.strlen(name) for name in medium.raw.keys("*")) == STRIPE_BYTES
+    assert all(medium.raw.ttl(name) == -1 for name in medium.raw.keys("*"))
+    stored = await tier.get(above.key, deadline=soon())
+    assert stored is not None and stored.data == above.data
+
+
+async def test_missing_stripe_is_a_miss(medium: RedisMedium, tier: Tier) -> None:
+    """Redis evicted one stripe: a miss, not corrupt, and the record can be put again."""
+    record = make_record(1, LARGE_BYTES)
+    await tier.put(record, deadline=soon())
+    medium.raw.delete(stripe_names(record.header)[1])
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert tier.num_quarantined == 0
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    stored = await tier.get(record.key, deadline=soon())
+    assert stored is not None and stored.data == record.data
+
+
+async def test_stripe_of_the_wrong_size(medium: RedisMedium, tier: Tier) -> None:
+    """A stripe that was cut short is damage: quarantined."""
+    record = make_record(1, LARGE_BYTES)
+    await tier.put(record, deadline=soon())
+    medium.raw.set(stripe_names(record.header)[0], b"short")
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert tier.num_quarantined == 1
+
+
+async def test_loser_leaves_no_stripes(medium: RedisMedium, tier: Tier) -> None:
+    """After a race of two different large records only the winner's stripes are left."""
+    records = [make_record(1, LARGE_BYTES, seed=seed) for seed in (1, 2)]
+    outcomes = await asyncio.gather(*(tier.put(record, deadline=soon()) for record in records))
+    winner = records[outcomes.index(PutOutcome.STORED)]
+    expected = {format_name(winner.key), *stripe_names(winner.header)}
+    assert {name.decode() for name in medium.raw.keys("*")} == expected
+
+
+async def test_stripes_of_a_dead_writer_expire(medium: RedisMedium, tier: Tier) -> None:
+    """Stripes without a header, as a killed writer leaves them, are a miss, have an expiry, and do no harm to a put."""
+    record = make_record(1, LARGE_BYTES)
+    start, stop = stripe_ranges(record.header)[0]
+    medium.raw.set(stripe_names(record.header)[0], bytes(record.data[start:stop]), px=600_000)
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert [entry async for entry in tier.scan()] == []
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    assert all(medium.raw.ttl(name) == -1 for name in stripe_names(record.header))
+
+
+async def test_quarantine_keeps_the_bytes_for_a_while(medium: RedisMedium, tier: Tier) -> None:
+    """Damaged bytes stay under a name of their own, with an expiry."""
+    record = make_record(1)
+    await tier.put(record, deadline=soon())
+    await medium.write(record.key, b"damaged")
+    assert await tier.get(record.key, deadline=soon()) is None
+    aside = f"quarantine:{format_name(record.key)}"
+    assert medium.raw.get(aside) == b"damaged"
+    assert medium.raw.ttl(aside) > 0
+
+
+async def test_head_is_one_round_trip(medium: RedisMedium, tier: Tier) -> None:
+    """A head of 1,000 keys is as many commands in one go, answered while another connection carries pages."""
+    await tier.put(make_record(7), deadline=soon())
+    sizes = await tier.head([make_key(number) for number in range(1000)], deadline=soon())
+    assert [index for index, size in enumerate(sizes) if size is not None] == [7]
+
+
+async def test_scan_of_many(medium: RedisMedium, tier: Tier) -> None:
+    """A scan over several of the server's batches lists each record once, beside foreign keys."""
+    numbers = range(1500)
+    await asyncio.gather(*(tier.put(make_record(number, 10), deadline=soon()) for number in numbers))
+    medium.raw.set("somebody else's", b"x")
+    medium.raw.set("v1/not-a-record", b"x")
+    scanned = [entry.key async for entry in tier.scan()]
+    assert sorted(scanned) == sorted(make_key(number) for number in numbers)

@@ -1,0 +1,74 @@
+"""The contract of tiers, run on a real S3: Ceph's object gateway."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvstore.format.names import format_name
+from kvstore.model.keys import RecordKey
+from kvstore.testing.records import make_record
+from kvstore.testing.servers import CephRgw
+from kvstore.testing.tier_contract import LastingTierContract, Medium, soon
+from kvstore.tiers.base import Tier
+from kvstore.tiers.s3 import S3Tier
+
+pytestmark = pytest.mark.servers
+
+_NUMBERS = itertools.count()
+
+
+class S3Medium(Medium):
+    """Reaches the objects with the fixture's own signed requests."""
+
+    def __init__(self, server: CephRgw) -> None:
+        self.server = server
+        self.bucket = f"contract-{next(_NUMBERS)}"
+        self.prefix = "some/prefix"
+        server.create_bucket(self.bucket)
+
+    async def open_tier(self) -> Tier:
+        return await S3Tier.open(
+            self.bucket,
+            self.prefix,
+            endpoint_url=self.server.endpoint_url,
+            access_key=self.server.access_key,
+            secret_key=self.server.secret_key,
+        )
+
+    def path(self, key: RecordKey) -> str:
+        return f"/{self.bucket}/{self.prefix}/{format_name(key)}"
+
+    async def read(self, key: RecordKey) -> bytes | None:
+        status, body = self.server.request("GET", self.path(key))
+        assert status in (200, 404)
+        return body if status == 200 else None
+
+    async def write(self, key: RecordKey, data: bytes) -> None:
+        status, body = self.server.request("PUT", self.path(key), data)
+        assert status == 200, body
+
+
+@pytest.fixture
+async def medium(shared_rgw: CephRgw) -> S3Medium:
+    return S3Medium(shared_rgw)
+
+
+class TestS3Tier(LastingTierContract):
+    @pytest.fixture
+    async def medium(self, medium: S3Medium) -> Medium:
+        return medium
+
+
+async def test_quarantine_keeps_the_bytes(medium: S3Medium) -> None:
+    """A damaged object is kept under `quarantine/`, which no scan lists."""
+    tier = await medium.open_tier()
+    record = make_record(1)
+    await tier.put(record, deadline=soon())
+    await medium.write(record.key, b"damaged")
+    assert await tier.get(record.key, deadline=soon()) is None
+    path = f"/{medium.bucket}/{medium.prefix}/quarantine/{format_name(record.key)}"
+    assert medium.server.request("GET", path) == (200, b"damaged")
+    assert [entry async for entry in tier.scan()] == []
+    await tier.aclose()
