@@ -33,7 +33,7 @@ from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 
 __all__ = ["KVStoreConnector"]
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's own logger, so that its handlers and levels apply
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -197,10 +197,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler_side is not None:
             refusals = {rank: proof.refusal for rank, proof in metadata.items() if isinstance(proof, _RankProof)}
             self.scheduler_side.set_rank_proofs(refusals, expected_ranks=self._facts.tp_size)
-
-    @_guarded(fallback=False)
-    def has_pending_push_work(self) -> bool:
-        return self.scheduler_side is not None and self.scheduler_side.has_saves_in_flight
 
     @_guarded(fallback=True)
     def reset_cache(self) -> bool:

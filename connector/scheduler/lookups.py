@@ -20,7 +20,7 @@ from kvstore.runtime.meters import Meters
 
 __all__ = ["Lookups"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _RENEW_SHARE = 3
 """A lease is renewed after a third of its time, so that two lost renewals do not end it."""

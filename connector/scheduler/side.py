@@ -28,7 +28,7 @@ from kvstore.runtime.meters import Meters
 
 __all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_RETRY_S = 0.5
 
@@ -246,9 +246,13 @@ class SchedulerSide:
         return StepJobs(loads, tuple(saves))
 
     def _plan_saves(self, state: RequestState, final_tokens: int, tables: Sequence[Sequence[int]]) -> list[SaveJob]:
-        if state.chain is None or state.save_stopped or not state.is_hashed:
+        if state.chain is None or state.save_stopped or len(state.prompt) < self._shape.block_tokens:
             return []
         assert self._namespace is not None
+        if state.hashed is None:  # the request came before the namespace was open
+            self._lookups.start(state, self._namespace)
+        if not state.is_hashed:
+            return []
         state.learn_presence()
         pages, cursor = final_pages(
             saved_tokens=state.saved_tokens,
@@ -303,10 +307,6 @@ class SchedulerSide:
             saving.busy_ranks -= ranks
             if saving.busy_ranks <= 0:
                 del self._saving[job_id]
-
-    @property
-    def has_saves_in_flight(self) -> bool:
-        return bool(self._saving)
 
     def status(self) -> dict[str, Any]:
         """Plain values for people and tests."""

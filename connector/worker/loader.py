@@ -24,7 +24,7 @@ from kvstore.runtime.meters import Meters
 
 __all__ = ["Loader"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _IN_FLIGHT = 12
 _WATCH_S = 0.05

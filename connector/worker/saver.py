@@ -27,7 +27,7 @@ from kvstore.runtime.meters import Meters
 
 __all__ = ["Saver"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
 

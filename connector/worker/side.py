@@ -24,7 +24,7 @@ from kvstore.runtime.meters import Meters
 
 __all__ = ["WorkerSide", "rank_page_bytes"]
 
-_DRAIN_S = 10.0
+_DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
 
 

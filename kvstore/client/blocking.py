@@ -22,6 +22,7 @@ from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.affinity import leave_pinned_core
 from kvstore.runtime.deadline import Deadline
 
 __all__ = ["BlockingStore"]
@@ -188,6 +189,7 @@ class BlockingStore:
             raise Closed("the client was closed during the call") from None
 
     def _run(self) -> None:
+        leave_pinned_core()  # and with it all that is started from this thread, an embedded service too
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

@@ -110,7 +110,7 @@ class EmbeddedService:
                     raise Unavailable("the private service did not start in time", log=self._log_path)
                 if process is None and _try_lock(lock.fileno()) and not _accepts(path):
                     process = self._spawn()
-                if process is not None and process.poll() is not None:
+                if process is not None and process.poll() not in (None, 0):  # 0: it has detached itself
                     raise Unavailable(
                         "the private service ended at once", status=process.returncode, log=self._log_path
                     )
@@ -122,7 +122,8 @@ class EmbeddedService:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         options = self._options
-        command = [sys.executable, "-m", "kvstore.service", "--embedded", "--directory", str(self._directory)]
+        command = [sys.executable, "-m", "kvstore.service", "--embedded", "--detach"]
+        command += ["--directory", str(self._directory)]
         command += ["--idle-exit-s", str(options.idle_exit_s)]
         if options.memory_bytes is not None:
             command += ["--memory-bytes", str(options.memory_bytes)]

@@ -82,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run; returns the exit status: 0 for an ordinary end, 1 for a failure, 2 for a wrong argument."""
     given = vars(_parser().parse_args(arguments))
     embedded, directory, config = given.pop("embedded"), given.pop("directory"), given.pop("settings")
+    if given.pop("detach") and os.fork() > 0:
+        # An engine that ends kills all its descendants; the service outlives it and serves the next one.
+        return 0
     try:
         if embedded:
             directory = Path(os.path.abspath(directory or default_directory()))
@@ -110,6 +113,7 @@ def _complain(error: Exception) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvstore.service", allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="be the private service of a directory")
+    parser.add_argument("--detach", action="store_true", help="go on in a process that nobody is the parent of")
     parser.add_argument("--directory", type=Path, help="of the private service")
     parser.add_argument("--settings", type=Path, help="TOML file")
     for name in Settings.model_fields:
