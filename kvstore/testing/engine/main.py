@@ -42,6 +42,8 @@ def serve(spec: dict[str, Any], answers: IO[str]) -> None:
                 say(answers, event="answers", answers=generate(llm, message["requests"]))
             elif message["op"] == "metrics":
                 say(answers, event="metrics", metrics=metrics(llm))
+            elif message["op"] == "connector_counters":
+                say(answers, event="counters", counters=connector_counters(llm))
             elif message["op"] == "reset_prefix_cache":
                 say(answers, event="reset", done=llm.reset_prefix_cache())
             elif message["op"] == "evaluate":
@@ -101,6 +103,20 @@ def metrics(llm: Any) -> dict[str, float]:
         if value is not None:
             values[metric.name] = values.get(metric.name, 0.0) + value
     return values
+
+
+def connector_counters(llm: Any) -> dict[str, float]:
+    """What the connector counted on both of its sides; only an in-process engine can be looked into."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None or not has_kv_transfer_group():
+        return {}
+    sides = (
+        getattr(core.scheduler.connector, "scheduler_side", None),
+        getattr(get_kv_transfer_group(), "worker_side", None),
+    )
+    return {name: value for side in sides if side is not None for name, value in side.meters.snapshot().items()}
 
 
 def say(to: IO[str], /, **message: Any) -> None:

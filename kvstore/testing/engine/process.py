@@ -99,6 +99,11 @@ class EngineProcess:
         self._ask({"op": "metrics"})
         return dict(self._next("metrics", timeout_s)["metrics"])
 
+    def connector_counters(self, *, timeout_s: float = 30.0) -> dict[str, float]:
+        """Counters of our connector's two sides together; empty unless the engine is in-process with our connector."""
+        self._ask({"op": "connector_counters"})
+        return dict(self._next("counters", timeout_s)["counters"])
+
     def reset_prefix_cache(self, *, timeout_s: float = 30.0) -> bool:
         """Forget what the engine itself has cached; the connector's store is not touched."""
         self._ask({"op": "reset_prefix_cache"})
