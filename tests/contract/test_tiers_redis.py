@@ -75,7 +75,7 @@ class TestRedisTier(LastingTierContract):
 class TestRedisTierOnUvloop(LastingTierContract):
     """The loop of the service receives differently: the whole contract again."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def event_loop_policy(self) -> asyncio.AbstractEventLoopPolicy:
         return uvloop.EventLoopPolicy()
 
