@@ -116,6 +116,9 @@ class ConnectorSettings:
             token = Path(self.token_file).read_text().strip()
         except OSError as error:
             raise InvalidRequest("cannot read the token file", field="token_file", error=error) from error
+        except UnicodeDecodeError:
+            # without the cause: it holds the file's bytes
+            raise InvalidRequest("the token file is not text", field="token_file", path=self.token_file) from None
         if not token:
             raise InvalidRequest("the token file is empty", field="token_file", path=self.token_file)
         return token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ __all__ = ["digest_weights", "find_weight_files"]
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CHUNK_BYTES = 8 << 20
+_SHA256_HEX = re.compile("[0-9a-f]{64}")
 
 
 def find_weight_files(model_path: str) -> list[Path]:
@@ -43,9 +45,11 @@ def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     """
     cache = cache_folder / "weights.json"
     known = _read_cache(cache)
+    # before reading: a file that is replaced meanwhile must not be known by the digest of what it was
+    identities = [_identity(file) for file in files]
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
-        digests = list(pool.map(lambda file: known.get(_identity(file)) or _digest_file(file), files))
-    _write_cache(cache, {**known, **{_identity(file): digest for file, digest in zip(files, digests, strict=True)}})
+        digests = list(pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files))
+    _write_cache(cache, {**known, **dict(zip(identities, digests, strict=True))})
     total = hashlib.sha256()
     for file, digest in zip(files, digests, strict=True):
         name = file.name.encode()
@@ -72,7 +76,9 @@ def _read_cache(cache: Path) -> dict[str, str]:
         content = json.loads(cache.read_text())
     except (OSError, ValueError):
         return {}
-    return {str(key): str(value) for key, value in content.items()} if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, str) and _SHA256_HEX.fullmatch(value)}
 
 
 def _write_cache(cache: Path, content: dict[str, str]) -> None:
