@@ -1,0 +1,171 @@
+"""The weights id: equal for equal files, another for any other, and a cache that can cost time but never truth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from connector import weights
+from connector.weights import digest_weights, find_weight_files
+from kvstore.errors import InvalidRequest
+
+CONTENT = {"a.safetensors": b"first" * 1000, "b.safetensors": b"second" * 1000}
+
+
+def folder(path: Path, content: dict[str, bytes] | None = None) -> Path:
+    path.mkdir(parents=True)
+    for name, data in (CONTENT if content is None else content).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def digest(path: Path, cache: Path) -> str:
+    return digest_weights(find_weight_files(str(path)), cache)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of files that are read from here on."""
+    read, real = [], weights._digest_file
+
+    def counted(file: Path) -> str:
+        read.append(file.name)
+        return real(file)
+
+    monkeypatch.setattr(weights, "_digest_file", counted)
+    return read
+
+
+def test_digest_is_frozen(tmp_path: Path, cache: Path) -> None:
+    """The id is SHA-256 over each name's length, name and content digest: it must not change between releases."""
+    expected = hashlib.sha256()
+    for name, data in CONTENT.items():
+        expected.update(len(name).to_bytes(4, "little") + name.encode() + hashlib.sha256(data).digest())
+    assert digest(folder(tmp_path / "model"), cache) == expected.hexdigest()
+
+
+def test_place_and_order_of_files_do_not_matter(tmp_path: Path, cache: Path) -> None:
+    """Two copies in different folders, written in different order, are the same weights."""
+    one = folder(tmp_path / "one")
+    other = folder(tmp_path / "deep" / "other", dict(reversed(CONTENT.items())))
+    assert digest(one, cache) == digest(other, cache)
+
+
+def test_anything_else_matters(tmp_path: Path, cache: Path) -> None:
+    """One bit, a file's name, swapped contents, a file more or less: each is other weights."""
+    a, b = CONTENT["a.safetensors"], CONTENT["b.safetensors"]
+    variants = [
+        CONTENT,
+        {"a.safetensors": bytes([a[0] ^ 1]) + a[1:], "b.safetensors": b},
+        {"a.safetensors": a, "c.safetensors": b},
+        {"a.safetensors": b, "b.safetensors": a},
+        {"a.safetensors": a},
+        {**CONTENT, "c.safetensors": b""},
+        {"a.safetensors": a + b},
+    ]
+    found = [digest(folder(tmp_path / str(index), content), cache) for index, content in enumerate(variants)]
+    assert len(set(found)) == len(variants)
+
+
+def test_only_weights_are_digested(tmp_path: Path, cache: Path) -> None:
+    """Files beside the weights do not change the id; safetensors are preferred over a second form of the weights."""
+    before = digest(folder(tmp_path / "one"), cache)
+    more = {**CONTENT, "config.json": b"{}", "README.md": b"x", "pytorch_model.bin": b"the same, pickled"}
+    assert digest(folder(tmp_path / "two", more), cache) == before
+    files = find_weight_files(str(folder(tmp_path / "three", {"m.bin": b"1", "n.pt": b"2", "x.txt": b"3"})))
+    assert [file.name for file in files] == ["m.bin", "n.pt"]
+
+
+def test_a_single_file_is_a_model(tmp_path: Path) -> None:
+    """A GGUF model is one file."""
+    file = folder(tmp_path / "model", {"m.gguf": b"x"}) / "m.gguf"
+    assert find_weight_files(str(file)) == [file]
+
+
+@pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
+def test_no_weights_asks_for_an_id(tmp_path: Path, content: dict[str, bytes] | None) -> None:
+    """Without files (a name of a hub, an empty folder) the operator is told to set weights_id."""
+    model = tmp_path / "model" if content is None else folder(tmp_path / "model", content)
+    with pytest.raises(InvalidRequest, match="set weights_id") as refusal:
+        find_weight_files(str(model))
+    assert str(model) in str(refusal.value)
+
+
+def test_second_start_reads_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing changed the digests come from the cache."""
+    model = folder(tmp_path / "model")
+    first = digest(model, cache)
+    read = count_reads(monkeypatch)
+    assert digest(model, cache) == first
+    assert read == []
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another time, or another inode under the same name, size and time, and only that file is read again."""
+    model = folder(tmp_path / "model")
+    first, read = digest(model, cache), count_reads(monkeypatch)
+    file = model / "a.safetensors"
+    stat = file.stat()
+    file.write_bytes(CONTENT["a.safetensors"][::-1])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    second = digest(model, cache)
+    assert (second != first, read) == (True, ["a.safetensors"])
+    replacement = model / "new"
+    replacement.write_bytes(CONTENT["a.safetensors"])
+    os.utime(replacement, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    os.replace(replacement, file)
+    assert (digest(model, cache), read) == (first, ["a.safetensors"] * 2)
+
+
+def test_a_file_replaced_while_it_is_read(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changes behind the reader's back must not be known by the digest of what it was."""
+    model, real = folder(tmp_path / "model"), weights._digest_file
+    new = b"other" * 1000
+
+    def replaced_meanwhile(file: Path) -> str:
+        found = real(file)
+        if file.name == "a.safetensors":
+            file.write_bytes(new)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "_digest_file", replaced_meanwhile)
+        digest(model, cache)
+    fresh = digest(folder(tmp_path / "fresh", {**CONTENT, "a.safetensors": new}), tmp_path / "empty")
+    assert digest(model, cache) == fresh
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", "values", "\udcff"])
+def test_a_damaged_cache_is_ignored(tmp_path: Path, cache: Path, damage: str) -> None:
+    """Whatever stands in the cache's file, the id is that of the files, and the next start has a good cache again."""
+    model = folder(tmp_path / "model")
+    first = digest(model, cache)
+    file = cache / "weights.json"
+    known = json.loads(file.read_text())
+    if damage == "values":
+        damage = json.dumps(dict(zip(known, ["not hex", 5], strict=True)))
+    file.write_bytes(damage.encode(errors="surrogateescape"))
+    assert digest(model, cache) == first
+    assert json.loads(file.read_text()) == known
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """No place for the cache costs time, not the id."""
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    model = folder(tmp_path / "model")
+    assert digest(model, blocked / "cache") == digest(model, tmp_path / "good")
+
+
+def test_the_cache_leaves_no_litter(tmp_path: Path, cache: Path) -> None:
+    """Only the cache's own file stays in its folder."""
+    digest(folder(tmp_path / "model"), cache)
+    assert [file.name for file in cache.iterdir()] == ["weights.json"]
