@@ -39,5 +39,8 @@ class BlockCopier(Protocol):
             first_block: Index in the page of the block that goes to `block_ids[0]`.
 
         When it returns, a forward that is started afterwards reads the new content.
+
+        Raises:
+            InternalError: A block does not exist or is the null block; nothing was written.
         """
         ...

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from connector.canonical.runs import BlockRun
+from kvstore.errors import InternalError
 
 __all__ = ["CpuCopier"]
 
@@ -38,6 +39,9 @@ class CpuCopier:
     def scatter(
         self, runs: Sequence[BlockRun], block_ids: Sequence[int], source: torch.Tensor, first_block: int
     ) -> None:
+        # a slice beyond the cache would be empty, and a copy to it would do nothing without a word
+        if not all(0 < block_id < min(self._num_blocks) for block_id in block_ids):
+            raise InternalError("blocks to write must exist and not be the null block", block_ids=tuple(block_ids))
         # index_copy_ into strided memory is ten times slower than copies of neighbouring blocks
         neighbours = _neighbours(block_ids)
         for run in runs:
