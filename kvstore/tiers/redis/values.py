@@ -110,12 +110,12 @@ class Values:
     async def _move(
         self, node: Node, command: Sequence[Argument], num_bytes: int, deadline: Deadline, sink: Sink | None = None
     ) -> list[Reply]:
-        async with deadline.scope(f"moving a record to or from Redis at {node.address}"):
+        async with deadline.scope(f"waiting for bytes in flight to Redis at {node.address} (check its load)"):
             grant = await self._in_flight.take(num_bytes)
-            try:
-                return await node.data(command, deadline=deadline, sink=sink)
-            finally:
-                self._in_flight.give_back(grant)
+        try:
+            return await node.data(command, deadline=deadline, sink=sink)
+        finally:
+            self._in_flight.give_back(grant)
 
 
 def striped_header(packed: memoryview, key: RecordKey) -> HeaderV1 | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
@@ -103,7 +104,7 @@ class S3Tier(Tier):
             async with self._requests:
                 return await self._client.head(self._name(key))
 
-        async with deadline.scope(f"asking S3 for records in {self._client.bucket}"):
+        async with self._until(deadline, "asking S3 for records"):
             return await gather_all(head_one(key) for key in keys)
 
     async def get(
@@ -118,7 +119,7 @@ class S3Tier(Tier):
 
         opened: Record | str
         try:
-            async with deadline.scope(f"reading a record from {self._client.bucket}"):
+            async with self._until(deadline, "reading a record"):
                 async with self._requests:
                     data = await self._client.get(self._name(key), receive_into)
                 if data is None:
@@ -134,7 +135,7 @@ class S3Tier(Tier):
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
         body = bytes(record.data)  # the client takes no memoryview; the copy is a hundredth of the request's cost
-        async with deadline.scope(f"writing a record to {self._client.bucket}"), self._requests:
+        async with self._until(deadline, "writing a record"), self._requests:
             for _ in range(_CONFLICT_ATTEMPTS):
                 try:
                     await self._client.put(self._name(record.key), body, if_absent=True)
@@ -149,7 +150,7 @@ class S3Tier(Tier):
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
         name = self._name(key)
-        async with deadline.scope(f"removing a record from {self._client.bucket}"), self._requests:
+        async with self._until(deadline, "removing a record"), self._requests:
             if await self._client.head(name) is None:
                 return False
             await self._client.delete(name)
@@ -160,7 +161,7 @@ class S3Tier(Tier):
         self._check(deadline)
         name = self._name(key)
         aside = f"{self._root}quarantine/{format_name(key)}"
-        async with deadline.scope(f"quarantining a record in {self._client.bucket}"), self._requests:
+        async with self._until(deadline, "quarantining a record"), self._requests:
             if not await self._client.copy(name, aside):
                 return
             await self._client.delete(name)
@@ -173,7 +174,7 @@ class S3Tier(Tier):
         listing = self._client.list(prefix)
         while True:
             self._check_open()
-            async with Deadline.after(_SCAN_STEP_S).scope(f"listing {self._client.bucket}"):
+            async with self._until(Deadline.after(_SCAN_STEP_S), "listing records"):
                 item = await anext(listing, None)
             if item is None:
                 return
@@ -186,12 +187,12 @@ class S3Tier(Tier):
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
-        async with deadline.scope(f"writing a manifest to {self._client.bucket}"), self._requests:
+        async with self._until(deadline, "writing a manifest"), self._requests:
             await self._client.put(self._root + manifest_name(namespace), bytes(manifest), if_absent=False)
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)
-        async with deadline.scope(f"reading a manifest from {self._client.bucket}"), self._requests:
+        async with self._until(deadline, "reading a manifest"), self._requests:
             data = await self._client.get(
                 self._root + manifest_name(namespace), lambda num_bytes: memoryview(bytearray(num_bytes))
             )
@@ -206,6 +207,11 @@ class S3Tier(Tier):
         if not self._closed:
             self._closed = True
             await self._client.aclose()
+
+    def _until(self, deadline: Deadline, what: str) -> AbstractAsyncContextManager[None]:
+        client = self._client
+        where = f"bucket={client.bucket} endpoint={client.endpoint}"
+        return deadline.scope(f"{what} in S3 ({where}; check its load and the network)")
 
     def _name(self, key: RecordKey) -> str:
         return self._root + format_name(key)

@@ -1,0 +1,136 @@
+"""The S3 tier against a real gateway that is killed or frozen, with wrong credentials, and without its bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.testing.records import make_key, make_record
+from kvstore.testing.servers import CephRgw, ceph_rgw
+from kvstore.testing.servers.ports import free_ports
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.s3 import S3Tier
+from kvstore.tiers.wrap import Breaker, GuardedTier
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CephRgw]:
+    """Of this module alone, since its tests kill and freeze it."""
+    with ceph_rgw() as server:
+        server.create_bucket("pages")
+        yield server
+
+
+async def open_tier(server: CephRgw, bucket: str = "pages", **credentials: str) -> S3Tier:
+    credentials = {"access_key": server.access_key, "secret_key": server.secret_key, **credentials}
+    return await S3Tier.open(bucket, endpoint_url=server.endpoint_url, **credentials)
+
+
+async def assert_every_verb_raises(tier: Tier, match: str) -> None:
+    record = make_record(1)
+    for call in (
+        tier.head([record.key, make_key(2), make_key(3)], deadline=Deadline.after(8)),
+        tier.get(record.key, deadline=Deadline.after(8)),
+        tier.put(record, deadline=Deadline.after(8)),
+    ):
+        with pytest.raises(Unavailable, match=match):
+            await call
+
+
+async def test_missing_bucket(server: CephRgw) -> None:
+    """A bucket that does not exist is said so by every verb, also by a head, whose answer looks like a miss."""
+    tier = await open_tier(server, bucket="not-there")
+    await assert_every_verb_raises(tier, "bucket does not exist: create it.*not-there")
+    server.create_bucket("not-there")
+    assert await tier.head([make_key(1)], deadline=Deadline.after(8)) == [None]
+    assert await tier.put(make_record(1), deadline=Deadline.after(8)) is PutOutcome.STORED
+    await tier.aclose()
+
+
+async def test_wrong_credentials(server: CephRgw) -> None:
+    """A wrong secret or an unknown key is said so by every verb, and no secret is repeated."""
+    for wrong in ({"secret_key": "not-the-secret"}, {"access_key": "NOBODY", "secret_key": "not-the-secret"}):
+        tier = await open_tier(server, **wrong)
+        await assert_every_verb_raises(tier, "check the access key, the secret key")
+        with pytest.raises(Unavailable) as caught:
+            await tier.get(make_key(1), deadline=Deadline.after(8))
+        assert "not-the-secret" not in str(caught.value)
+        await tier.aclose()
+
+
+async def test_half_of_the_credentials() -> None:
+    """An access key without its secret is a mistake in the settings."""
+    with pytest.raises(InvalidRequest, match="neither"):
+        await S3Tier.open("pages", access_key="A")
+
+
+async def test_nothing_listens() -> None:
+    """An endpoint where nothing listens is named within the bounded retries."""
+    (port,) = free_ports(1)
+    tier = await S3Tier.open("pages", endpoint_url=f"http://127.0.0.1:{port}", access_key="A", secret_key="b")
+    with pytest.raises(Unavailable, match=f"check the endpoint.*127.0.0.1:{port}"):
+        await tier.get(make_key(1), deadline=Deadline.after(15))
+    await tier.aclose()
+
+
+async def test_killed_and_restarted(server: CephRgw) -> None:
+    """A killed gateway is unavailable; once it is back the same tier serves what was stored."""
+    tier = await open_tier(server)
+    record = make_record(20, 2 << 20)
+    await tier.put(record, deadline=Deadline.after(8))
+    server.kill9()
+    with pytest.raises(Unavailable):
+        await tier.get(record.key, deadline=Deadline.after(2))
+    server.restart()
+    stored = await tier.get(record.key, deadline=Deadline.after(10))
+    assert stored is not None and stored.data == record.data
+    await tier.aclose()
+
+
+async def test_frozen(server: CephRgw) -> None:
+    """A frozen gateway costs one call its deadline; the breaker then refuses at once, and closes after the thaw."""
+    tier = GuardedTier(await open_tier(server), meters=Meters(), breaker=Breaker(delay_first_s=0.1, delay_max_s=0.5))
+    record = make_record(21)
+    await tier.put(record, deadline=Deadline.after(8))
+    server.freeze()
+    try:
+        started_s = time.monotonic()
+        with pytest.raises(Unavailable):
+            await tier.get(record.key, deadline=Deadline.after(0.5))
+        assert time.monotonic() - started_s < 1.2
+        started_s = time.monotonic()
+        with pytest.raises(Unavailable, match="left alone"):
+            await tier.get(record.key, deadline=Deadline.after(5))
+        assert time.monotonic() - started_s < 0.1
+    finally:
+        server.thaw()
+    give_up = Deadline.after(10)
+    while tier.is_open:
+        assert not give_up.expired
+        await asyncio.sleep(0.02)
+    stored = await tier.get(record.key, deadline=Deadline.after(8))
+    assert stored is not None and stored.data == record.data
+    await tier.aclose()
+
+
+async def test_payloads_are_not_signed(server: CephRgw) -> None:
+    """Requests carry UNSIGNED-PAYLOAD and no further checksum: records have their own, and hashing costs triple."""
+    tier = await open_tier(server)
+    seen: list[dict[str, str]] = []
+    events = tier._client._client.meta.events
+    events.register("before-send.s3.PutObject", lambda request, **_: seen.append(dict(request.headers)))
+    await tier.put(make_record(30), deadline=Deadline.after(8))
+    (headers,) = seen
+    values = {name.lower(): value.decode() if isinstance(value, bytes) else value for name, value in headers.items()}
+    assert values["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert values["if-none-match"] == "*"
+    assert not [name for name in values if name.startswith("x-amz-checksum") or name == "content-md5"]
+    await tier.aclose()
