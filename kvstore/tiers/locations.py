@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvstore.errors import InvalidRequest
 
@@ -55,15 +55,19 @@ class FileLocation:
 
 @dataclass(frozen=True, slots=True)
 class S3Location:
-    """A bucket, and what all names in it start with. Credentials and endpoint come from the AWS environment.
+    """A bucket, and what all names in it start with. Credentials come from the AWS environment.
 
     Attributes:
         bucket: Its name.
         prefix: Without slashes at its ends; may be empty.
+        endpoint_url: Where the service is; `None`: as the AWS environment says, else Amazon's own.
+        region: `None`: as the AWS environment says.
     """
 
     bucket: str
-    prefix: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str | None = None
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
@@ -152,14 +156,22 @@ def parse_cold(text: str) -> ColdLocation:
             raise InvalidRequest("cold must name an absolute directory, like file:///var/lib/kvstore", seen=repr(text))
         return FileLocation(Path(path))
     if text.startswith("s3://"):
-        bucket, _, prefix = text.removeprefix("s3://").partition("/")
-        if not bucket or "@" in bucket or set("?#") & set(text):
-            raise InvalidRequest(
-                "cold must look like s3://bucket/prefix; credentials come from the AWS environment",
-                seen=repr(_without_secrets(text)),
-            )
-        return S3Location(bucket, prefix.strip("/"))
+        return _parse_s3(text)
     raise InvalidRequest("cold must be s3://bucket/prefix, file:///dir or memory:", seen=repr(_without_secrets(text)))
+
+
+def _parse_s3(text: str) -> S3Location:
+    parts = urlsplit(text)
+    options = parse_qs(parts.query, keep_blank_values=True)
+    given = {name: values[0] for name, values in options.items() if len(values) == 1 and values[0]}
+    known = len(given) == len(options) and given.keys() <= {"endpoint_url", "region"}
+    if not parts.netloc or "@" in parts.netloc or parts.fragment or not known:
+        raise InvalidRequest(
+            "cold must look like s3://bucket/prefix?endpoint_url=http://host:port&region=name, both options optional; "
+            "credentials come from the AWS environment",
+            seen=repr(_without_secrets(text)),
+        )
+    return S3Location(parts.netloc, unquote(parts.path).strip("/"), **given)
 
 
 def _without_secrets(text: str) -> str:

@@ -43,8 +43,8 @@ class RedisUrl:
         try:
             parts = urlsplit(url)
             port = parts.port
-        except ValueError as error:
-            raise InvalidRequest(f"the url of Redis must look like {_FORM}: its port or host is wrong") from error
+        except ValueError:  # its text may repeat a part of the password
+            raise InvalidRequest(f"the url of Redis must look like {_FORM}: its port or host is wrong") from None
         if parts.scheme != "redis":
             raise InvalidRequest(f"the url of Redis must look like {_FORM}", scheme=parts.scheme)
         if not parts.hostname:

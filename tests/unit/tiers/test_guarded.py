@@ -1,0 +1,210 @@
+"""The guard of a tier: when it opens, what it refuses, how it closes, what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrap import Breaker, GuardedTier
+
+
+class FailingTier(MemoryTier):
+    """Memory that is unavailable, or hangs, on command."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20, name="failing")
+        self.fails = False
+        self.hangs = False
+        self.num_heads = 0
+
+    async def _maybe_fail(self, deadline: Deadline) -> None:
+        if self.hangs:
+            async with deadline.scope("hanging"):
+                await asyncio.sleep(60)
+        if self.fails:
+            raise Unavailable("out of order: mend it")
+
+    async def head(self, keys, *, deadline):  # type: ignore[no-untyped-def]
+        self.num_heads += 1
+        await self._maybe_fail(deadline)
+        return await super().head(keys, deadline=deadline)
+
+    async def get(self, key, *, deadline, allocate=None):  # type: ignore[no-untyped-def]
+        await self._maybe_fail(deadline)
+        return await super().get(key, deadline=deadline)
+
+
+@pytest.fixture
+def inner() -> FailingTier:
+    return FailingTier()
+
+
+@pytest.fixture
+def meters() -> Meters:
+    return Meters()
+
+
+@pytest.fixture
+async def guard(inner: FailingTier, meters: Meters) -> AsyncIterator[GuardedTier]:
+    breaker = Breaker(failures_max=3, hang_s=0.05, delay_first_s=0.03, delay_max_s=0.1)
+    guard = GuardedTier(inner, meters=meters, breaker=breaker, calls_max=5)
+    yield guard
+    await guard.aclose()
+
+
+async def fail(guard: GuardedTier, match: str, timeout_s: float = 5) -> None:
+    with pytest.raises(Unavailable, match=match):
+        await guard.get(make_key(1), deadline=Deadline.after(timeout_s))
+
+
+async def closed_again(guard: GuardedTier) -> None:
+    give_up = Deadline.after(5)
+    while guard.is_open:
+        assert not give_up.expired
+        await asyncio.sleep(0.005)
+
+
+async def test_opens_after_failures_in_a_row(guard: GuardedTier, inner: FailingTier) -> None:
+    """Three failures in a row open it; a success between them starts the count anew."""
+    for _ in range(2):
+        inner.fails = True
+        await fail(guard, "out of order")
+        await fail(guard, "out of order")
+        inner.fails = False
+        assert await guard.get(make_key(1), deadline=Deadline.after(5)) is None
+    inner.fails = True
+    for _ in range(3):
+        assert not guard.is_open
+        await fail(guard, "out of order")
+    assert guard.is_open
+    await fail(guard, "left alone")
+
+
+async def test_opens_after_one_hang(guard: GuardedTier, inner: FailingTier) -> None:
+    """One call that ran into a fair deadline is enough."""
+    inner.hangs = True
+    await fail(guard, "deadline", timeout_s=0.1)
+    assert guard.is_open
+
+
+async def test_short_deadlines_prove_nothing(guard: GuardedTier, inner: FailingTier) -> None:
+    """Callers with no time left do not switch a healthy tier off."""
+    inner.hangs = True
+    for _ in range(10):
+        await fail(guard, "deadline", timeout_s=0.005)
+    assert not guard.is_open
+
+
+async def test_cancelled_calls_prove_nothing(guard: GuardedTier, inner: FailingTier) -> None:
+    """A caller that goes away says nothing about the tier, and its place is free again."""
+    inner.hangs = True
+    for _ in range(10):
+        call = asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(5)))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+    assert not guard.is_open
+    inner.hangs = False
+    assert await guard.get(make_key(1), deadline=Deadline.after(5)) is None
+
+
+async def test_probes_with_growing_delay_and_closes(guard: GuardedTier, inner: FailingTier) -> None:
+    """While the tier fails it is probed ever less; no caller takes part; the first good probe closes the breaker."""
+    inner.fails = True
+    for _ in range(3):
+        await fail(guard, "out of order")
+    await asyncio.sleep(0.5)
+    assert guard.is_open
+    assert 3 <= inner.num_heads <= 7  # at 30, 90, 190, 290, ... ms
+    inner.fails = False
+    await closed_again(guard)
+    assert await guard.get(make_key(1), deadline=Deadline.after(5)) is None
+
+
+async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture) -> None:
+    """However many calls fail, opening is one warning that carries the cause, closing one line of information."""
+    caplog.set_level("INFO", logger="kvstore.tiers.wrap")
+    inner.fails = True
+    for _ in range(30):
+        await fail(guard, "out of order|left alone")
+    inner.fails = False
+    await closed_again(guard)
+    assert [(entry.levelname, "mend it" in entry.getMessage()) for entry in caplog.records] == [
+        ("WARNING", True),
+        ("INFO", False),
+    ]
+
+
+async def test_calls_are_limited(guard: GuardedTier, inner: FailingTier) -> None:
+    """The call over the limit is refused at once, and that does not count as the tier's failure."""
+    inner.hangs = True
+    calls = [asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(5))) for _ in range(5)]
+    await asyncio.sleep(0)
+    await fail(guard, "too many calls")
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    inner.hangs = False
+    assert await guard.get(make_key(1), deadline=Deadline.after(5)) is None
+    assert not guard.is_open
+
+
+async def test_meters(guard: GuardedTier, inner: FailingTier, meters: Meters) -> None:
+    """Reads, hits, bytes, puts, errors and refusals are counted for the tier."""
+    record = make_record(1)
+    await guard.put(record, deadline=Deadline.after(5))
+    await guard.put(record, deadline=Deadline.after(5))
+    await guard.get(record.key, deadline=Deadline.after(5))
+    await guard.get(make_key(2), deadline=Deadline.after(5))
+    await guard.quarantine(record.key, "a test", deadline=Deadline.after(5))
+    inner.fails = True
+    for _ in range(4):
+        await fail(guard, "out of order|left alone")
+
+    def seen(name: str) -> float:
+        return meters.get(f"tier_{name}", tier="failing")
+
+    assert (seen("reads"), seen("hits"), seen("read_bytes")) == (5, 1, record.num_bytes)
+    assert (seen("puts"), seen("put_bytes"), seen("quarantined")) == (2, record.num_bytes, 1)
+    assert (seen("errors"), seen("refused"), seen("open"), seen("calls")) == (3, 1, 1, 0)
+
+
+async def test_closed_while_open(guard: GuardedTier, inner: FailingTier) -> None:
+    """A closed tier says `Closed`, also when its breaker was open, and the probing ends."""
+    inner.fails = True
+    for _ in range(3):
+        await fail(guard, "out of order")
+    await guard.aclose()
+    heads = inner.num_heads
+    with pytest.raises(Closed):
+        await guard.put(make_record(1), deadline=Deadline.after(5))
+    await asyncio.sleep(0.1)
+    assert inner.num_heads == heads
+
+
+def test_delays() -> None:
+    """Delays double up to the limit and start anew only after a caller's success."""
+    breaker = Breaker(failures_max=1, delay_first_s=1, delay_max_s=3)
+    assert breaker.failed(took_s=0, timed_out=False)
+    delays = []
+    for _ in range(3):
+        breaker.probe_failed()
+        delays.append(breaker.delay_s)
+    assert delays == [2, 3, 3]
+    breaker.probe_succeeded()
+    assert (breaker.is_open, breaker.delay_s) == (False, 3)
+    breaker.succeeded()
+    assert breaker.delay_s == 1
+
+
+def test_bad_limits() -> None:
+    """Limits that make no sense are refused."""
+    with pytest.raises(InvalidRequest):
+        Breaker(failures_max=0)

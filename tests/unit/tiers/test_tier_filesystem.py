@@ -1,0 +1,200 @@
+"""What the filesystem tier promises beyond the contract: budget, recovery, one owner, limits, clear errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.names import format_name
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.filesystem.index import cost_bytes
+
+PAYLOAD_BYTES = 10_000
+COST = cost_bytes(make_record(0, PAYLOAD_BYTES).num_bytes)
+
+
+def soon() -> Deadline:
+    return Deadline.after(30)
+
+
+async def open_tier(root: Path, num_records: int = 100, **options: object) -> FilesystemTier:
+    return await FilesystemTier.open(root, budget_bytes=num_records * COST, **options)
+
+
+async def filled(root: Path, num_records: int) -> FilesystemTier:
+    tier = await open_tier(root)
+    for number in range(num_records):
+        assert await tier.put(make_record(number, PAYLOAD_BYTES), deadline=soon()) is PutOutcome.STORED
+    return tier
+
+
+async def numbers_in(tier: FilesystemTier, count: int) -> list[int]:
+    sizes = await tier.head([make_key(number) for number in range(count)], deadline=soon())
+    return [number for number, size in enumerate(sizes) if size is not None]
+
+
+async def test_least_recently_used_file_gives_way(tmp_path: Path) -> None:
+    """At the budget the record that was used longest ago is removed from the disk."""
+    tier = await open_tier(tmp_path, num_records=3)
+    for number in range(3):
+        await tier.put(make_record(number, PAYLOAD_BYTES), deadline=soon())
+    await tier.get(make_key(0), deadline=soon())
+    await tier.put(make_record(3, PAYLOAD_BYTES), deadline=soon())
+    assert await numbers_in(tier, 4) == [0, 2, 3]
+    assert not (tmp_path / format_name(make_key(1))).exists()
+    usage = await tier.usage(deadline=soon())
+    assert (usage.num_records, usage.used_bytes) == (3, 3 * COST)
+    await tier.aclose()
+
+
+async def test_many_writers_stay_within_the_budget(tmp_path: Path) -> None:
+    """Concurrent puts reserve their room: the files never cost more than the budget."""
+    tier = await open_tier(tmp_path, num_records=5)
+    outcomes = await asyncio.gather(
+        *(tier.put(make_record(number, PAYLOAD_BYTES), deadline=soon()) for number in range(30))
+    )
+    assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.FULL}
+    files = [path for path in (tmp_path / "v1").rglob("*") if path.is_file()]
+    assert 1 <= len(files) <= 5
+    assert len(await numbers_in(tier, 30)) == len(files)
+    await tier.aclose()
+
+
+async def test_larger_than_the_budget(tmp_path: Path) -> None:
+    """A record that can never fit is FULL and costs the others nothing."""
+    tier = await filled(tmp_path, 2)
+    assert await tier.put(make_record(9, 200 * COST), deadline=soon()) is PutOutcome.FULL
+    assert await numbers_in(tier, 2) == [0, 1]
+    await tier.aclose()
+
+
+async def test_recovery(tmp_path: Path) -> None:
+    """A new owner finds whole records, clears temporary files, quarantines wrong sizes, and leaves foreign files."""
+    await (await filled(tmp_path, 6)).aclose()
+    path = {number: tmp_path / format_name(make_key(number)) for number in range(6)}
+    os.truncate(path[0], 5000)
+    path[1].write_bytes(path[1].read_bytes() + b"x")
+    path[2].write_bytes(b"")
+    path[3].rename(path[4])  # now misnamed
+    (tmp_path / "tmp" / "7.tmp").write_bytes(b"half a record")
+    foreign = [tmp_path / "v1" / "notes.txt", tmp_path / "holiday.jpg", path[5].parent / "thumbs.db"]
+    for file in foreign:
+        file.write_bytes(b"not ours")
+    tier = await open_tier(tmp_path)
+    assert await numbers_in(tier, 6) == [5]
+    assert tier.num_quarantined == 4
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert all(file.read_bytes() == b"not ours" for file in foreign)
+    assert await tier.put(make_record(0, PAYLOAD_BYTES), deadline=soon()) is PutOutcome.STORED
+    await tier.aclose()
+
+
+async def test_recovery_over_the_budget(tmp_path: Path) -> None:
+    """With a smaller budget than before, the oldest files go."""
+    await (await filled(tmp_path, 5)).aclose()
+    for number in range(5):
+        os.utime(tmp_path / format_name(make_key(number)), ns=(0, 1_000_000_000 * (10 - number)))
+    tier = await open_tier(tmp_path, num_records=2)
+    assert await numbers_in(tier, 5) == [0, 1]
+    assert len([path for path in (tmp_path / "v1").rglob("*") if path.is_file()]) == 2
+    await tier.aclose()
+
+
+async def test_one_owner(tmp_path: Path) -> None:
+    """A second owner is refused with the directory's name; after the first has closed it is let in."""
+    first = await open_tier(tmp_path)
+    with pytest.raises(Unavailable, match=f"another process has this directory open.*{tmp_path}"):
+        await open_tier(tmp_path)
+    await first.aclose()
+    await (await open_tier(tmp_path)).aclose()
+
+
+async def test_root_cannot_be_made(tmp_path: Path) -> None:
+    """A file where the directory should be: the error names the path, the errno and what to do."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(Unavailable, match=r"cannot open the directory: .* errno=ENOTDIR path=.*file/records"):
+        await open_tier(tmp_path / "file" / "records")
+
+
+async def test_file_that_vanished(tmp_path: Path) -> None:
+    """Somebody removed a file: a miss, forgotten by the index, and the record can be put again."""
+    tier = await filled(tmp_path, 1)
+    (tmp_path / format_name(make_key(0))).unlink()
+    assert await tier.get(make_key(0), deadline=soon()) is None
+    assert await numbers_in(tier, 1) == []
+    assert (await tier.usage(deadline=soon())).used_bytes == 0
+    assert await tier.put(make_record(0, PAYLOAD_BYTES), deadline=soon()) is PutOutcome.STORED
+    await tier.aclose()
+
+
+async def test_symlink_is_not_followed(tmp_path: Path) -> None:
+    """A link under a record's name is never read through."""
+    tier = await filled(tmp_path / "records", 1)
+    path = tmp_path / "records" / format_name(make_key(0))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Unavailable, match="errno=ELOOP"):
+        await tier.get(make_key(0), deadline=soon())
+    await tier.aclose()
+
+
+async def test_quarantine_is_bounded(tmp_path: Path) -> None:
+    """Damaged records are kept, the newest 64 of them."""
+    tier = await filled(tmp_path, 70)
+    for number in range(70):
+        await tier.quarantine(make_key(number), "a test", deadline=soon())
+    assert tier.num_quarantined == 70
+    assert len(list((tmp_path / "quarantine").iterdir())) == 64
+    await tier.aclose()
+
+
+async def test_slow_disk_costs_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs costs a call its deadline, a flood of calls is refused, and the late put still counts."""
+    tier = await open_tier(tmp_path, num_records=1000)
+    hold = threading.Event()
+    write = tier._files.write
+    monkeypatch.setattr(tier._files, "write", lambda *args: hold.wait(20) and write(*args))
+    started_s = time.monotonic()
+    outcomes = await asyncio.gather(
+        *(tier.put(make_record(number, 10), deadline=Deadline.after(0.2)) for number in range(300)),
+        return_exceptions=True,
+    )
+    assert time.monotonic() - started_s < 3
+    assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+    assert sum("too many calls" in str(outcome) for outcome in outcomes) >= 40
+    hold.set()
+    give_up = Deadline.after(20)
+    while len(await numbers_in(tier, 200)) < 20:
+        assert not give_up.expired
+        await asyncio.sleep(0.02)
+    await tier.aclose()
+
+
+async def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`data` flushes each record before it gets its name, `none` flushes nothing, anything else is refused."""
+    synced: list[int] = []
+    monkeypatch.setattr("os.fdatasync", synced.append)
+    for policy, expected in (("none", 0), ("data", 1)):
+        tier = await open_tier(tmp_path / policy, fsync=policy)
+        await tier.put(make_record(1), deadline=soon())
+        assert len(synced) == expected
+        await tier.aclose()
+    with pytest.raises(InvalidRequest, match="fsync"):
+        await open_tier(tmp_path / "x", fsync="always")
+
+
+async def test_directories_are_private(tmp_path: Path) -> None:
+    """Pages tell of prompts: only the owner may read them."""
+    tier = await filled(tmp_path / "records", 1)
+    assert (tmp_path / "records").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "records" / format_name(make_key(0))).stat().st_mode & 0o077 == 0
+    await tier.aclose()
