@@ -23,6 +23,7 @@ from kvstore.testing.servers.process import ServerFailed
 MODEL = "llama-demo"
 PROMPT_SEED = 8192
 INTERRUPTED = 130
+LOG_COLUMNS = 150
 
 Say = Callable[[str], None]
 
@@ -34,6 +35,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / ".work")
     arguments = parser.parse_args()
     console = Console(stderr=True)
+    if not console.is_terminal:  # a log file: nothing to wrap for
+        console.width = LOG_COLUMNS
     signal.signal(signal.SIGTERM, _as_interrupt)  # so that whatever ends us, our blocks end what they started
     started_s = time.monotonic()
     try:

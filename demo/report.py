@@ -69,7 +69,7 @@ def as_line(rows: Sequence[Row]) -> str:
 
 def as_table(rows: Sequence[Row]) -> Table:
     table = Table(title="a prompt computed, and resumed by fresh engines")
-    for name in ("run", "prompt", "restored", "first token: computed", "restored", "speed-up", "raw", "stored"):
+    for name in ("run", "prompt", "restored", "first token, computed", "and restored", "speed-up", "raw", "stored"):
         table.add_column(name, justify="left" if name == "run" else "right")
     table.add_column("outputs equal")
     table.add_column("records read from")

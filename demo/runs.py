@@ -56,6 +56,7 @@ def run_reference(prompt: Prompt, work: Path, say: Say) -> tuple[Answer, Answer]
         (computed,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
         say("(a) asking again: the engine's own cache answers")
         (resumed,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
+        say(f"(a) first token computed after {computed.ttft_s:.2f} s, from its own cache after {resumed.ttft_s:.2f} s")
     return computed, resumed
 
 
