@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.bridge import result_or_none
-from kvstore.api import Lookup, PrefixQuery, Staged
+from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
 
 __all__ = ["Fetch", "Ledger", "RequestState"]
 
@@ -19,15 +21,21 @@ class Fetch:
 
     Attributes:
         query: What was asked.
-        future: The call.
         started_s: Monotonic time of the call.
         renewed_s: Monotonic time of the last renewal of its lease.
+        future: The call.
+        local_tokens: The engine's own hit that the last answer was for.
+        task: The call's task; belongs to the loop's thread, as `lease` does.
+        lease: What the call has leased, known there at once.
     """
 
     query: PrefixQuery
-    future: Future[Staged]
     started_s: float
     renewed_s: float
+    future: Future[Staged] = field(init=False)
+    local_tokens: int = 0
+    task: asyncio.Task[Any] | None = None
+    lease: LeaseId | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +52,7 @@ class RequestState:
         fetch: Records being staged or staged for the next admission.
         loading: A staged fetch that vLLM admitted and the ranks are loading.
         closed: No further hits for this request: nothing there, too slow, or failed before.
+        load_failed: A load failed: not even a preemption makes it ask again.
         saved_tokens: Save cursor: every page up to here is saved, known to be stored, or given up.
         present: By boundary the groups that were stored when the lookup was answered.
         save_stopped: A page was dropped for good; what comes behind it could never be used.
@@ -58,6 +67,7 @@ class RequestState:
     fetch: Fetch | None = None
     loading: Fetch | None = None
     closed: bool = False
+    load_failed: bool = False
     saved_tokens: int = 0
     save_stopped: bool = False
     present: dict[int, int] = field(default_factory=dict)
@@ -72,7 +82,8 @@ class RequestState:
 
     @property
     def is_hashed(self) -> bool:
-        return self.hashed is not None and self.hashed.done() and not self.hashed.cancelled()
+        hashed = self.hashed
+        return hashed is not None and hashed.done() and not hashed.cancelled() and hashed.exception() is None
 
 
 class Ledger:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.bridge import Bridge, result_or_none
 from connector.scheduler.ledger import Fetch, RequestState
 from connector.settings import ConnectorSettings
 from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
+from kvstore.errors import Closed
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
@@ -62,14 +65,15 @@ class Lookups:
         async def hash_prompt(store: PageStore) -> None:
             await asyncio.get_running_loop().run_in_executor(None, chain.extend, prompt)
 
-        hashed = self._bridge.submit(hash_prompt)
+        if state.hashed is None:  # once: a chain must not be extended by two threads
+            state.hashed = self._bridge.submit(hash_prompt)
+        hashed = state.hashed
 
         async def look_up(store: PageStore) -> Lookup:
             await asyncio.wrap_future(hashed)
             query = _query(namespace, chain, prompt, step_tokens, local_tokens=0)
             return await store.lookup(query, deadline=Deadline.after(timeout_s))
 
-        state.hashed = hashed
         state.lookup = self._bridge.submit(look_up)
 
     def may_wait(self, state: RequestState) -> bool:
@@ -83,8 +87,8 @@ class Lookups:
 
     def hit(self, state: RequestState, namespace: NamespaceId, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that are staged and leased, 0 for none, `None` for "ask again"."""
-        if state.closed or state.chain is None:
-            return 0
+        if state.closed or state.chain is None or len(state.prompt) <= self._step_tokens:
+            return 0  # a prompt that short has no resume point: not worth a step of waiting
         now = self._clock.monotonic_s()
         if state.fetch is not None:
             return self._poll_fetch(state, namespace, local_tokens, now)
@@ -112,8 +116,16 @@ class Lookups:
         assert state.chain is not None
         query = _query(namespace, state.chain, state.prompt, self._step_tokens, local_tokens=local_tokens)
         deadline = Deadline.after(self._settings.max_wait_ms / 1000)
-        future = self._bridge.submit(lambda store: store.stage(query, deadline=deadline))
-        state.fetch = Fetch(query, future, now, now)
+        fetch = Fetch(query, now, now)
+
+        async def stage(store: PageStore) -> Staged:
+            fetch.task = asyncio.current_task()
+            staged = await store.stage(query, deadline=deadline)
+            fetch.lease = staged.lease
+            return staged
+
+        fetch.future = self._bridge.submit(stage)
+        state.fetch = fetch
 
     def _poll_fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> int | None:
         fetch = state.fetch
@@ -141,28 +153,33 @@ class Lookups:
                 return None
             fetch.renewed_s = now
             self._renew(staged.lease)
+        fetch.local_tokens = local_tokens
         return staged.resume_tokens - local_tokens
 
     def _renew(self, lease: LeaseId) -> None:
         async def renew(store: PageStore) -> None:
             await store.renew(lease, deadline=Deadline.after(1.0))
 
-        self._bridge.submit(renew)
+        self._submit_quietly(renew)
 
     def _give_up(self, state: RequestState) -> int:
         self.drop_fetch(state)
         state.closed = True
         return 0
 
-    def admitted(self, state: RequestState) -> Staged:
-        """vLLM allocated blocks for the staged hit: it is being loaded from now on; its lease starts anew."""
+    def admitted(self, state: RequestState) -> tuple[Staged, int]:
+        """vLLM allocated blocks for the staged hit: it is being loaded from now on; its lease starts anew.
+
+        Returns:
+            What is staged, and the engine's own hit that it was promised beyond.
+        """
         fetch = state.fetch
         assert fetch is not None
         staged = fetch.future.result()
         assert staged.lease is not None
         state.fetch, state.loading = None, fetch
         self._renew(staged.lease)
-        return staged
+        return staged, fetch.local_tokens
 
     def drop_fetch(self, state: RequestState) -> None:
         """Forget what was being staged and end its lease."""
@@ -184,13 +201,18 @@ class Lookups:
         self.drop_fetch(state)
 
     def _release(self, fetch: Fetch) -> None:
-        fetch.future.cancel()
-        fetch.future.add_done_callback(self._release_result)
+        async def end(store: PageStore) -> None:
+            # here, on the loop's thread: a future cancelled from outside loses a lease that was granted just now
+            if fetch.lease is not None:
+                await store.release(fetch.lease)
+            elif fetch.task is not None:
+                fetch.task.cancel()
 
-    def _release_result(self, future: Future[Staged]) -> None:
-        staged = result_or_none(future)
-        if staged is not None and (lease := staged.lease) is not None:
-            self._bridge.submit(lambda store: store.release(lease))
+        self._submit_quietly(end)
+
+    def _submit_quietly(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
+        with suppress(Closed):  # at the very end: leases end with the connection
+            self._bridge.submit(work)
 
 
 def _query(

@@ -22,7 +22,7 @@ from connector.scheduler.save_plan import final_pages
 from connector.settings import ConnectorSettings
 from connector.weights import digest_weights, find_weight_files
 from kvstore.api import Deadline, PageStore
-from kvstore.errors import InternalError, InvalidRequest, Unavailable
+from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.meters import Meters
 
@@ -108,11 +108,23 @@ class SchedulerSide:
         self._namespace: NamespaceId | None = None
         self._refused: str | None = None
         self._ranks_proven = False
+        self._patient = True
         self._opening: Future[None] = bridge.submit(lambda store: self._open(store, cache_folder))
 
     # ---- start-up
 
     async def _open(self, store: PageStore, cache_folder: Path) -> None:
+        try:
+            await self._find_namespace(store, cache_folder)
+        except Closed:
+            return  # the engine ends
+        except KVStoreError as error:
+            self._refuse(str(error))
+        except Exception as error:  # noqa: BLE001 - a background task's top: an engine without a cache must say why
+            _log.exception("kvstore: the namespace could not be opened")
+            self._refuse(f"{type(error).__name__}: {error}")
+
+    async def _find_namespace(self, store: PageStore, cache_folder: Path) -> None:
         try:
             weights_id = self._settings.weights_id
             if weights_id is None:
@@ -121,16 +133,14 @@ class SchedulerSide:
                 )
             description = describe_namespace(self._facts, self._shape, weights_id)
         except (InvalidRequest, OSError) as error:
-            self._refuse(f"the weights have no id: {error}")
-            return
+            raise InvalidRequest(f"the weights have no id: {error}") from error
         while self._namespace is None:
             try:
                 self._namespace = await store.open_namespace(description, deadline=Deadline.after(5.0))
             except Unavailable:
                 await asyncio.sleep(_OPEN_RETRY_S)  # the client says what is wrong, once, and keeps connecting
             except InvalidRequest as error:
-                self._refuse(f"the service refuses the namespace: {error}")
-                return
+                raise InvalidRequest(f"the service refuses the namespace: {error}") from error
         layout = self._shape.layout
         _log.info(
             "kvstore: caching in namespace %s: pages of %d tokens in %d slices, service %s",
@@ -176,8 +186,13 @@ class SchedulerSide:
         if state is None or not self._settings.loads or state.loading is not None or self._refused is not None:
             return 0
         if not self.is_ready:
-            # an engine's first request often comes while the namespace is being opened: as patient as for a lookup
-            return None if self._lookups.may_wait(state) else 0
+            if state.chain is None:
+                return 0
+            # an engine's first request often comes while the namespace is being opened: as patient as for a lookup,
+            # but only with requests that come with it; later ones must not be slowed by a service that is not there
+            waiting = self._lookups.may_wait(state)
+            self._patient = self._patient and waiting
+            return None if waiting and self._patient else 0
         assert self._namespace is not None
         return self._lookups.hit(state, self._namespace, local_tokens)
 
@@ -189,14 +204,16 @@ class SchedulerSide:
         if external_tokens == 0:
             self._lookups.drop_fetch(state)
             return
-        staged = self._lookups.admitted(state)
-        local_tokens = staged.resume_tokens - external_tokens
+        staged, local_tokens = self._lookups.admitted(state)
+        resume_tokens = local_tokens + external_tokens
         try:
+            if resume_tokens > staged.resume_tokens:
+                raise InternalError("vLLM took more than was promised", seen=resume_tokens, of=staged.resume_tokens)
             pieces = plan_load(
                 staged,
                 tables,
                 local_tokens=local_tokens,
-                resume_tokens=staged.resume_tokens,
+                resume_tokens=resume_tokens,
                 block_tokens=self._shape.block_tokens,
             )
         except InternalError:
@@ -217,7 +234,7 @@ class SchedulerSide:
                 continue
             self._lookups.loaded(state)
             if request_id in failed:
-                state.closed = True
+                state.closed = state.load_failed = True
                 self.meters.add("connector_failed_loads")
 
     def on_finished(self, request_id: str) -> None:
@@ -234,13 +251,19 @@ class SchedulerSide:
         """The jobs of one step, from what the engine computes in it."""
         for request_id in step.preempted:
             if (state := self.ledger.find(request_id)) is not None:
-                state.closed, state.asked_s, state.lookup = False, None, None
+                state.closed, state.asked_s, state.lookup = state.load_failed, None, None
         saves: list[SaveJob] = []
-        if self._settings.saves and self.is_ready:
-            for request_id, final_tokens in step.final_tokens.items():
-                state = self.ledger.find(request_id)
-                if state is not None:
-                    saves.extend(self._plan_saves(state, final_tokens, step.tables[request_id]))
+        first_job_id = self._next_job_id
+        try:
+            if self._settings.saves and self.is_ready:
+                for request_id, final_tokens in step.final_tokens.items():
+                    state = self.ledger.find(request_id)
+                    if state is not None:
+                        saves.extend(self._plan_saves(state, final_tokens, step.tables[request_id]))
+        except BaseException:
+            for job_id in range(first_job_id, self._next_job_id):
+                self._saving.pop(job_id, None)  # never sent: no rank will give its bytes back
+            raise
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
         return StepJobs(loads, tuple(saves))
@@ -271,11 +294,13 @@ class SchedulerSide:
                 # the ranks have no room: the blocks are still held, so the next step tries again
                 cursor = page.start_tokens
                 break
+            boundary = state.chain.boundaries[page.boundary_index]
+            assert boundary.tokens == page.stop_tokens
             jobs.append(
                 SaveJob(
                     job_id=self._next_job_id,
                     namespace=self._namespace,
-                    prefix=state.chain.boundaries[page.boundary_index].prefix,
+                    prefix=boundary.prefix,
                     group=0,
                     start_tokens=page.start_tokens,
                     stop_tokens=page.stop_tokens,
