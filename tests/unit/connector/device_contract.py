@@ -149,7 +149,7 @@ class BlockCopierContract(ABC):
     def make(self, layers: Sequence[torch.Tensor]) -> BlockCopier:
         """The copier for these layers."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - most devices have nothing to wait for
         """Wait until everything is done that was ordered so far; a device with streams overrides this."""
 
     def check_gather(self, layers: Sequence[torch.Tensor], runs: Sequence[BlockRun], ids: list[int], size: int) -> None:

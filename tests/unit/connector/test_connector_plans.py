@@ -116,7 +116,7 @@ def save_all(
 def boundaries_of(prompt: int, page: int) -> set[int]:
     """Where a prompt's records end: its pages, and the last block boundary."""
     end = prompt // BLOCK * BLOCK
-    return ({stop for stop in range(page, end + 1, page)} | {end}) - {0}
+    return (set(range(page, end + 1, page)) | {end}) - {0}
 
 
 @given(st.data())
@@ -124,8 +124,7 @@ def test_each_page_is_saved_once_as_soon_as_it_is_final(data: st.DataObject) -> 
     """Over any steps, every page and the tail are saved exactly once, in the first step that makes them final."""
     page = data.draw(st.integers(1, 6)) * BLOCK
     prompt = data.draw(st.integers(0, 400))
-    finals = sorted(data.draw(st.lists(st.integers(0, 450), max_size=8))) + [prompt]
-    finals.sort()
+    finals = sorted([*data.draw(st.lists(st.integers(0, 450), max_size=8)), prompt])
     known = {at: data.draw(st.integers(0, 1)) for at in boundaries_of(prompt, page) if data.draw(st.booleans())}
     steps, cursor = save_all(finals, prompt, page, known)
     wanted = {at for at in boundaries_of(prompt, page) if not known.get(at)}

@@ -1,0 +1,274 @@
+"""A bridge on a real loop thread, a real store that can be held up, and small engines in words."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from connector.canonical.slices import HeadGrid
+from connector.facts import AttentionFacts, EngineFacts
+from connector.identity import CacheShape, describe_namespace
+from connector.prefix_hash import PrefixChain
+from kvstore.api import Ack, Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.errors import Closed
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, seal
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.kinds import FullAttention
+from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.store.limits import StoreLimits
+from kvstore.store.tiered import TieredStore
+from kvstore.tiers.memory import MemoryTier
+
+Value = TypeVar("Value")
+MIB = 1 << 20
+BLOCK = 16
+PAGE = 64
+WEIGHTS = "weights of the tests"
+
+
+def soon(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Wait for a condition to become true, and return its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+    return value
+
+
+class ManualClock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return 1_700_000_000_000
+
+
+class SteeredStore(PageStore):
+    """A `TieredStore` over memory whose calls can be held up, made to fail, or hooked.
+
+    Attributes:
+        calls: Number of calls by name.
+        held: Names of calls that wait until they are taken out of this set, or until their deadline.
+        errors: By name what a call raises instead.
+        outcome: What every save answers instead of keeping the record.
+        after_stage: Called on the loop's thread when a stage is about to return.
+        on_load: Changes the record that a load returns.
+        cancelled: Names of calls that were cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.inner = TieredStore(MemoryTier(64 * MIB), limits=StoreLimits(stage_bytes=32 * MIB))
+        self.calls: Counter[str] = Counter()
+        self.held: set[str] = set()
+        self.errors: dict[str, Exception] = {}
+        self.outcome: SaveOutcome | None = None
+        self.after_stage: Callable[[], None] = lambda: None
+        self.on_load: Callable[[Record], Record] = lambda record: record
+        self.cancelled: list[str] = []
+
+    @property
+    def num_leases(self) -> int:
+        return len(self.inner._leases)
+
+    async def _pass(self, name: str, deadline: Deadline) -> None:
+        self.calls[name] += 1
+        try:
+            async with deadline.scope(name):
+                while name in self.held:
+                    await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        if name in self.errors:
+            raise self.errors[name]
+
+    async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
+        await self._pass("open_namespace", deadline)
+        return await self.inner.open_namespace(description, deadline=deadline)
+
+    async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        await self._pass("lookup", deadline)
+        return await self.inner.lookup(query, deadline=deadline)
+
+    async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
+        await self._pass("stage", deadline)
+        staged = await self.inner.stage(query, deadline=deadline, progress=progress)
+        self.after_stage()
+        return staged
+
+    async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
+        await self._pass("renew", deadline)
+        return await self.inner.renew(lease, deadline=deadline)
+
+    async def load(
+        self,
+        lease: LeaseId,
+        key: RecordKey,
+        *,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Record:
+        await self._pass("load", deadline)
+        return self.on_load(await self.inner.load(lease, key, deadline=deadline, allocate=allocate))
+
+    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+        await self._pass("save", deadline)
+        return self.outcome or await self.inner.save(record, ack=ack, deadline=deadline)
+
+    async def release(self, lease: LeaseId) -> None:
+        self.calls["release"] += 1
+        await self.inner.release(lease)
+
+    async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        await self._pass("discard", deadline)
+        await self.inner.discard(key, reason, deadline=deadline)
+
+    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+        return await self.inner.status(deadline=deadline)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+class LoopBridge:
+    """One loop thread with one store on it, as `BlockingStore` has, without a service behind it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bridge")
+        self._thread.start()
+        self._closed = False
+        self.store: SteeredStore = self._call(self._make)
+
+    def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
+        if self._closed:
+            raise Closed("the bridge is closed")
+        return asyncio.run_coroutine_threadsafe(self._answer(work), self._loop)
+
+    async def _answer(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Value:
+        return await work(self.store)
+
+    async def _make(self) -> SteeredStore:
+        return SteeredStore()
+
+    def _call(self, work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(10)
+
+    def run(self, work: Callable[[SteeredStore], Coroutine[Any, Any, Value]]) -> Value:
+        """Do something with the store and wait for it."""
+        return self._call(lambda: work(self.store))
+
+    def refuse_further_work(self) -> None:
+        """From now on `submit` raises, as a closed client does."""
+        self._closed = True
+
+    def close(self) -> None:
+        self.store.held.clear()
+        self._call(self._end)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=10)
+        await self.store.aclose()
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+
+@contextmanager
+def bridge_to_memory() -> Iterator[LoopBridge]:
+    bridge = LoopBridge()
+    try:
+        yield bridge
+    finally:
+        bridge.close()
+
+
+def make_facts(**changes: Any) -> EngineFacts:
+    """An engine with two layers, two heads and blocks of 16 tokens."""
+    attention = {
+        "layer_names": ("layer.0", "layer.1"),
+        "block_tokens": BLOCK,
+        "rank_heads": 2,
+        "total_heads": 2,
+        "head_size": 3,
+        "head_size_v": 3,
+        "element_bytes": 4,
+        "dtype": "float32",
+    }
+    attention.update({name: changes.pop(name) for name in list(changes) if name in attention})
+    values: dict[str, Any] = {
+        "vllm_version": "0.32.0",
+        "model_path": "/nowhere/model",
+        "architecture": "Llama",
+        "model_config": {"hidden_size": 64},
+        "compute_dtype": "float32",
+        "quantization": "none",
+        "cache_dtype": "auto",
+        "device": "cpu",
+        "packing": {"backend": "test"},
+        "scheduler_block_tokens": BLOCK,
+        "num_blocks": 64,
+        "tp_rank": 0,
+        "tp_size": 1,
+        "attention": AttentionFacts(**attention),
+        "unsupported": None,
+        "load_failure_policy": "recompute",
+    }
+    return EngineFacts(**{**values, **changes})
+
+
+def make_shape(heads: int = 2, num_slices: int = 2, page_tokens: int = PAGE) -> CacheShape:
+    """Pages of 64 tokens, so that small prompts have several."""
+    layout = Layout(page_tokens, (GroupLayout(FullAttention(), num_slices),))
+    return CacheShape(layout, HeadGrid(heads, num_slices), BLOCK)
+
+
+def tokens_of(name: str, count: int) -> tuple[int, ...]:
+    """Tokens that depend on `name` and position alone, so that prompts of one name share their prefix."""
+    seed = sum(name.encode())
+    return tuple((seed * 1009 + position * 31) % 50_000 for position in range(count))
+
+
+def records_of(
+    tokens: tuple[int, ...], facts: EngineFacts, shape: CacheShape, *, ends: Iterable[int] | None = None
+) -> list[Record]:
+    """Sealed records of every page of a prompt and of its tail (or those that end at `ends`), all slices."""
+    namespace = describe_namespace(facts, shape, WEIGHTS).id
+    chain = PrefixChain(BLOCK)
+    chain.extend(tokens)
+    last = len(tokens) // BLOCK * BLOCK
+    wanted = set(ends) if ends is not None else {*range(PAGE, last + 1, PAGE), last}
+    records = []
+    group = shape.layout.groups[0]
+    for boundary in chain.boundaries:
+        if boundary.tokens not in wanted:
+            continue
+        kind, span = group.record_at(boundary.tokens, shape.layout.page_tokens)
+        for slice_ in range(group.num_slices):
+            key = RecordKey(namespace, boundary.prefix, 0, slice_)
+            payload = bytes([slice_]) * span.num_tokens
+            header = HeaderV1(key, kind, span, 0, len(payload), 0, bytes(16), created_ms=1_700_000_000_000)
+            records.append(seal(header, bytearray(HEADER_BYTES) + payload))
+    return records

@@ -1,0 +1,478 @@
+"""From a request to a hit and back: the scheduler side on a real loop thread and a real store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.prefix_hash import PrefixChain
+from connector.scheduler.ledger import RequestState
+from connector.scheduler.lookups import Lookups
+from connector.settings import ConnectorSettings
+from kvstore.errors import Unavailable
+from kvstore.runtime.meters import Meters
+from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as made:
+        yield made
+
+
+def test_hit_path(at: World) -> None:
+    """A stored prompt is found, staged, loaded into the blocks that vLLM allocates; its lease ends with the load."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a") == 160
+    assert at.ask("a") == 160, "a question that is asked again has the same answer"
+    (job,) = at.admit("a", 160).loads
+    assert (job.request_id, at.store.num_leases) == ("a", 1)
+    assert job.pieces is not None
+    written = sorted((piece.key.slice, block) for piece in job.pieces for block in piece.block_ids)
+    assert written == [(slice_, block) for slice_ in (0, 1) for block in range(1, 11)]
+    assert at.step().loads == (), "a load is ordered once"
+    at.finished("a")
+    at.no_leases()
+    assert at.store.calls["stage"] == 1
+    at.side.on_finished("a")
+
+
+def test_hit_beyond_the_local_one(at: World) -> None:
+    """With 80 tokens in vLLM's own cache only what lies behind is staged and loaded."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a", 80) == 80
+    (job,) = at.admit("a", 80, 80).loads
+    assert job.pieces is not None
+    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == [6, 7, 8, 9, 10]
+    at.finished("a")
+
+
+def test_one_token_is_left_to_compute(at: World) -> None:
+    """A prompt that is stored to its last token is resumed one block earlier, from a record that reaches further."""
+    at.keep("a", 160)
+    at.new("a", 160)
+    assert at.ask("a") == 144
+    (job,) = at.admit("a", 144).loads
+    assert job.pieces is not None
+    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == list(range(1, 10))
+    at.finished("a")
+
+
+def test_scheduler_blocks_larger_than_blocks(tmp_path: Path) -> None:
+    """Hits end on multiples of vLLM's scheduler block."""
+    with world(tmp_path, {"scheduler_block_tokens": 64}) as at:
+        at.keep("a", 170)
+        at.new("a", 170)
+        assert at.ask("a") == 128
+
+
+def test_nothing_there(at: World) -> None:
+    """A prompt that nobody stored is answered with 0 for good, and nothing is staged."""
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    at.keep("a", 170)
+    assert at.side.matched_tokens("a", 0) == 0
+    assert at.store.calls["stage"] == 0
+
+
+def test_nothing_beyond_the_local_hit(at: World) -> None:
+    """What vLLM holds itself is not fetched."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a", 160) == 0
+    assert at.store.calls["stage"] == 0
+
+
+def test_prompts_without_a_resume_point_never_wait(at: World) -> None:
+    """A prompt of one block is answered at once: a step of waiting could not bring anything."""
+    for count in (0, 1, BLOCK - 1, BLOCK):
+        at.new(f"of {count}", count)
+        assert at.side.matched_tokens(f"of {count}", 0) == 0
+
+
+def test_other_salt_other_pages(at: World) -> None:
+    """A request with a salt does not see what was stored without."""
+    at.keep("a", 170)
+    at.new("a", 170, cache_salt="tenant")
+    assert at.ask("a") == 0
+
+
+@pytest.mark.parametrize("reason", ["lora", "multimodal"])
+def test_uncacheable_requests(at: World, reason: str) -> None:
+    """A request whose pages depend on more than its tokens is neither looked up nor saved, and is counted."""
+    at.keep("a", 170)
+    at.new("a", 170, uncacheable=reason)
+    assert at.side.matched_tokens("a", 0) == 0
+    assert at.step({"a": 170}).saves == ()
+    assert at.side.meters.get("connector_uncacheable_requests", reason=reason) == 1
+
+
+def test_unknown_requests(at: World) -> None:
+    """Questions about a request that we were never told of are answered as if there were no connector."""
+    assert at.side.matched_tokens("x", 0) == 0
+    at.side.on_allocated("x", [[1, 2]], 0)
+    at.side.on_loads_finished({"x"}, {"x"})
+    at.side.on_finished("x")
+    assert at.step({"x": 64}, preempted=("x",)) == at.step()
+
+
+def test_lookup_too_slow(tmp_path: Path) -> None:
+    """An answer that does not come in time is 0, and stays 0 when it comes later."""
+    with world(tmp_path, lookup_timeout_ms=30) as at:
+        at.keep("a", 170)
+        at.store.held.add("lookup")
+        state = at.new("a", 170)
+        assert at.ask("a") == 0
+        assert at.side.meters.get("connector_lookup_timeouts") + at.side.meters.get("connector_lookup_failures") == 1
+        at.store.held.clear()
+        eventually(lambda: state.lookup is not None and state.lookup.done())
+        assert [at.side.matched_tokens("a", 0) for _ in range(3)] == [0, 0, 0]
+        assert at.store.calls["stage"] == 0
+
+
+@pytest.mark.parametrize("call", ["lookup", "stage"])
+def test_failing_calls(at: World, call: str) -> None:
+    """A lookup or a stage that fails is 0, for this request only."""
+    at.keep("a", 170)
+    at.store.errors[call] = Unavailable("told to")
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    at.store.errors.clear()
+    assert at.side.matched_tokens("a", 0) == 0
+    assert at.side.meters.get(f"connector_{call}_failures") == 1
+    at.new("b", 170, "a")
+    assert at.ask("b") == 160
+
+
+def test_staging_brings_nothing(at: World) -> None:
+    """Records that went between lookup and stage are a miss, not an endless wait."""
+    records = at.keep("a", 170)
+    at.store.held.add("stage")
+    at.new("a", 170)
+    at.ask_until_staged("a")
+
+    async def remove_all(store: object) -> None:
+        for record in records:
+            at.store.inner._memory.remove(record.key)
+
+    at.bridge.run(remove_all)
+    at.store.held.clear()
+    assert at.ask("a") == 0
+    assert at.side.matched_tokens("a", 0) == 0
+
+
+def test_local_hit_grows_while_staged(at: World) -> None:
+    """vLLM's own hit may have grown when it asks again: it is promised, and loads, less."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a") == 160
+    assert at.ask("a", 96) == 64
+    (job,) = at.admit("a", 64, 96).loads
+    assert job.pieces is not None
+    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == [7, 8, 9, 10]
+    at.finished("a")
+
+
+def test_local_hit_outgrows_the_staged_one(at: World) -> None:
+    """When vLLM has everything itself, the lease ends."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a") == 160
+    assert at.ask("a", 160) == 0
+    at.no_leases()
+
+
+def test_local_hit_shrinks_while_staged(at: World) -> None:
+    """vLLM evicted what it had when we fetched: the rest is fetched too, and the first lease ends."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a", 96) == 64
+    assert at.side.matched_tokens("a", 0) is None, "what lies below is not staged"
+    assert at.ask("a", 0) == 160
+    eventually(lambda: at.store.num_leases == 1)
+    assert at.store.calls["stage"] == 2
+    (job,) = at.admit("a", 160).loads
+    assert job.pieces is not None
+    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == list(range(1, 11))
+    at.finished("a")
+
+
+def test_vllm_takes_less_than_it_was_promised(at: World) -> None:
+    """The blocks behind its own hit are loaded up to what it took, not the last ones of the promise."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a", 32) == 128
+    (job,) = at.admit("a", 64, 32).loads
+    assert job.pieces is not None
+    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == [3, 4, 5, 6]
+    at.finished("a")
+
+
+def test_not_taken(at: World) -> None:
+    """Blocks were allocated without the hit: the lease ends, nothing is loaded."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a") == 160
+    assert at.admit("a", 0).loads == ()
+    at.no_leases()
+
+
+@pytest.mark.parametrize("table", [[0, 0, 3, 4], [1, 2]])
+def test_a_load_that_cannot_be_planned(at: World, table: list[int]) -> None:
+    """A null block or a short table where the load should go: the ranks are told to report a failure, none to write."""
+    at.keep("a", 64)
+    at.new("a", 70, "a")
+    assert at.ask("a") == 64
+    at.side.on_allocated("a", [table], 64)
+    (job,) = at.step().loads
+    assert job.pieces is None
+    at.finished("a", failed=True)
+    at.no_leases()
+
+
+def test_failed_load_is_never_asked_again(at: World) -> None:
+    """After a failed load the request computes, even when it is preempted and asked for again; others still hit."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    at.admit("a", at.ask("a"))
+    at.finished("a", failed=True)
+    at.no_leases()
+    assert at.side.matched_tokens("a", 0) == 0
+    at.step({"a": 100}, preempted=("a",))
+    assert at.side.matched_tokens("a", 0) == 0
+    assert at.store.calls["stage"] == 1
+    at.new("b", 170, "a")
+    assert at.ask("b") == 160
+
+
+def test_preemption_asks_again(at: World) -> None:
+    """A preempted request may resume from the store, whether or not it had a hit before."""
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    at.keep("a", 170)
+    at.step({}, preempted=("a",))
+    assert at.ask("a") == 160
+    at.admit("a", 160)
+    at.finished("a")
+    at.step({}, preempted=("a",))
+    assert at.ask("a") == 160
+    assert len({boundary.tokens for boundary in at.state("a").chain.boundaries}) == 10  # type: ignore[union-attr]
+
+
+def test_preemption_while_the_prompt_is_hashed(at: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is hashed by one thread only, however often it is asked for: two would mix up the chain."""
+    gate, running, overlaps = threading.Event(), [], []
+    extend = PrefixChain.extend
+
+    def slow(chain: PrefixChain, tokens: tuple[int, ...]) -> None:
+        overlaps.append(len(running))
+        running.append(chain)
+        assert gate.wait(10)
+        extend(chain, tokens)
+        running.remove(chain)
+
+    monkeypatch.setattr(PrefixChain, "extend", slow)
+    at.new("a", 170)
+    eventually(lambda: running)
+    for _ in range(3):
+        at.step({}, preempted=("a",))
+        assert at.side.matched_tokens("a", 0) is None
+    gate.set()
+    assert at.ask("a") == 0
+    assert overlaps == [0]
+    assert [boundary.tokens for boundary in at.state("a").chain.boundaries] == list(range(16, 161, 16))  # type: ignore[union-attr]
+
+
+def test_abort_while_staging(at: World) -> None:
+    """A request that ends while its records are fetched cancels the fetch and leaves no lease."""
+    at.keep("a", 170)
+    at.store.held.add("stage")
+    at.new("a", 170)
+    at.ask_until_staged("a")
+    eventually(lambda: at.store.calls["stage"] == 1)
+    at.side.on_finished("a")
+    eventually(lambda: at.store.cancelled == ["stage"])
+    at.store.held.clear()
+    at.no_leases()
+
+
+def test_abort_in_the_moment_of_the_lease(at: World) -> None:
+    """A request ends after its lease was granted and before its thread heard of it: the lease ends all the same."""
+    at.keep("a", 170)
+    granted, go_on = threading.Event(), threading.Event()
+
+    def stop_the_loop() -> None:
+        # runs after the stage's task has ended, before its future is told
+        granted.set()
+        assert go_on.wait(10)
+
+    at.store.after_stage = lambda: at.bridge._loop.call_soon(stop_the_loop) and None
+    at.new("a", 170)
+    at.ask_until_staged("a")
+    assert granted.wait(10)
+    assert at.store.num_leases == 1
+    at.side.on_finished("a")
+    go_on.set()
+    at.no_leases()
+
+
+def test_abort_with_a_staged_hit(at: World) -> None:
+    """A request that ends before it was admitted gives its lease back."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a") == 160
+    at.side.on_finished("a")
+    at.no_leases()
+
+
+def test_abort_while_loading(at: World) -> None:
+    """The lease of an aborted request lives until the ranks report, since they still read under it."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    at.admit("a", at.ask("a"))
+    at.side.on_finished("a")
+    at.bridge.run(lambda store: store.status(deadline=soon()))  # whatever was ordered before has happened
+    assert at.store.num_leases == 1
+    at.finished("a")
+    at.no_leases()
+    at.finished("a")  # a second report of it is nobody's
+
+
+def test_abort_before_the_lookup_is_answered(at: World) -> None:
+    """A request that ends early takes its question with it."""
+    at.store.held.add("lookup")
+    at.new("a", 170)
+    eventually(lambda: at.store.calls["lookup"] == 1)
+    at.side.on_finished("a")
+    eventually(lambda: at.store.cancelled == ["lookup"])
+
+
+def test_two_requests_with_one_prefix(at: World) -> None:
+    """Each has a lease of its own, and the end of one does not end the other's."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    at.new("b", 170, "a")
+    assert (at.ask("a"), at.ask("b")) == (160, 160)
+    at.side.on_finished("a")
+    eventually(lambda: at.store.num_leases == 1)
+    (job,) = at.admit("b", 160).loads
+    assert job.request_id == "b"
+    at.finished("b")
+
+
+def test_a_closed_store(at: World) -> None:
+    """Once the client is closed nothing raises that vLLM does not catch: admission, release and reports go on."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    hit = at.ask("a")
+    at.bridge.refuse_further_work()
+    (job,) = at.admit("a", hit).loads
+    assert job.pieces is not None
+    at.finished("a")
+    at.side.on_finished("a")
+    at.bridge._closed = False
+    at.bridge.run(lambda store: store.release(job.lease))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["save", "load"])
+def test_modes(tmp_path: Path, mode: str) -> None:
+    """An engine that only saves never asks for a hit; one that only loads never saves."""
+    with world(tmp_path, mode=mode) as at:
+        at.keep("a", 170)
+        at.new("a", 170)
+        assert at.ask("a") == (160 if mode == "load" else 0)
+        at.new("b", 170)
+        at.hashed("b")
+        assert bool(at.step({"b": 170}).saves) == (mode == "save")
+
+
+class LeaseWorld:
+    """`Lookups` alone, on a clock that the test moves."""
+
+    def __init__(self, at: World) -> None:
+        self.clock, self.at, self.meters = ManualClock(), at, Meters()
+        settings = ConnectorSettings(lookup_timeout_ms=5000, max_wait_ms=2000)
+        self.lookups = Lookups(at.bridge, settings, step_tokens=BLOCK, meters=self.meters, clock=self.clock)
+        self.state = RequestState("a", tokens_of("a", 170), PrefixChain(BLOCK))
+
+    @property
+    def namespace(self) -> bytes:
+        assert self.at.side._namespace is not None
+        return self.at.side._namespace
+
+    def hit(self) -> int | None:
+        return self.lookups.hit(self.state, self.namespace, 0)  # type: ignore[arg-type]
+
+    def staged(self) -> None:
+        eventually(lambda: self.hit() == 160)
+
+
+def test_lease_is_renewed_by_asking(at: World) -> None:
+    """Each question after a third of the lease's time renews it, once; sooner ones do not."""
+    at.keep("a", 170)
+    leases = LeaseWorld(at)
+    leases.staged()
+    for after_s, renewals in ((9.0, 0), (2.0, 1), (9.0, 1), (2.0, 2), (0.0, 2), (29.0, 3)):
+        leases.clock.now_s += after_s
+        assert leases.hit() == 160
+        eventually(lambda renewals=renewals: at.store.calls["renew"] == renewals)
+    leases.lookups.forget(leases.state)
+
+
+def test_admission_renews_the_lease(at: World) -> None:
+    """The load starts with the whole time of the lease, however long the hit had waited for its blocks."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    at.admit("a", at.ask("a"))
+    eventually(lambda: at.store.calls["renew"] == 1)
+    at.finished("a")
+
+
+def test_lease_of_a_forgotten_hit(at: World) -> None:
+    """Not asked for longer than the lease lasts: it is staged anew, never promised on a lease that has ended."""
+    at.keep("a", 170)
+    leases = LeaseWorld(at)
+    leases.staged()
+    leases.clock.now_s += 30.0
+    assert leases.hit() is None
+    leases.staged()
+    assert at.store.calls["stage"] == 2
+    eventually(lambda: at.store.num_leases == 1)
+    leases.lookups.forget(leases.state)
+
+
+def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
+    """With 5 s to wait, 4.9 s since vLLM's first question are fine, 5.1 s are not."""
+    at.keep("a", 170)
+    at.store.held.add("lookup")
+    leases = LeaseWorld(at)
+    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
+    leases.clock.now_s += 50
+    assert leases.hit() is None
+    leases.clock.now_s += 4.9
+    assert leases.hit() is None
+    leases.clock.now_s += 0.2
+    assert leases.hit() == 0
+    assert leases.meters.get("connector_lookup_timeouts") == 1
+    leases.lookups.forget(leases.state)
+
+
+def test_stage_has_a_ceiling(at: World) -> None:
+    """A stage call that does not even keep its own deadline is given up, and leaves no lease when it ends."""
+    at.keep("a", 170)
+    at.store.held.add("stage")
+    leases = LeaseWorld(at)
+    eventually(lambda: leases.hit() is None and leases.state.fetch is not None)
+    leases.clock.now_s += 2.9
+    assert leases.hit() is None
+    leases.clock.now_s += 0.2
+    assert leases.hit() == 0
+    assert leases.meters.get("connector_stage_timeouts") == 1
+    at.store.held.clear()
+    at.no_leases()
