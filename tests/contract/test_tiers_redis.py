@@ -165,3 +165,15 @@ async def test_scan_of_many(medium: RedisMedium, tier: Tier) -> None:
     medium.raw.set("v1/not-a-record", b"x")
     scanned = [entry.key async for entry in tier.scan()]
     assert sorted(scanned) == sorted(make_key(number) for number in numbers)
+
+
+async def test_value_of_a_foreign_type(medium: RedisMedium, tier: Tier) -> None:
+    """A list under a record's name harms no head of others, is quarantined by a get, and gives way to the record."""
+    record, beside = make_record(1), make_record(2)
+    medium.raw.rpush(format_name(record.key), b"x")
+    await tier.put(beside, deadline=soon())
+    assert await tier.head([record.key, beside.key], deadline=soon()) == [0, beside.num_bytes]
+    assert [entry.key async for entry in tier.scan()] == [beside.key]
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert tier.num_quarantined == 1
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED

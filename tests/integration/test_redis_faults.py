@@ -131,7 +131,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     """Frozen: one call waits, all others are refused at once; thawed: served again without any call having failed."""
     meters = Meters()
     tier = GuardedTier(
-        RedisTier.from_url(server.url), meters=meters, breaker=Breaker(delay_first_s=0.1, delay_max_s=0.4)
+        RedisTier.from_url(server.url), meters=meters, breaker=Breaker(hang_s=0.25, delay_first_s=0.1, delay_max_s=0.4)
     )
     record = make_record(1)
     await tier.put(record, deadline=Deadline.after(5))

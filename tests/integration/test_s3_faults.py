@@ -97,7 +97,9 @@ async def test_killed_and_restarted(server: CephRgw) -> None:
 
 async def test_frozen(server: CephRgw) -> None:
     """A frozen gateway costs one call its deadline; the breaker then refuses at once, and closes after the thaw."""
-    tier = GuardedTier(await open_tier(server), meters=Meters(), breaker=Breaker(delay_first_s=0.1, delay_max_s=0.5))
+    tier = GuardedTier(
+        await open_tier(server), meters=Meters(), breaker=Breaker(hang_s=0.4, delay_first_s=0.1, delay_max_s=0.5)
+    )
     record = make_record(21)
     await tier.put(record, deadline=Deadline.after(8))
     server.freeze()

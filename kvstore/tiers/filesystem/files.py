@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -133,20 +135,12 @@ class RecordFiles:
         """Read a record of exactly `len(buffer)` bytes and verify it; what does not match its seal is quarantined."""
         path = self._path(key)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                num_bytes = os.fstat(fd).st_size
-                done = _read_all(fd, buffer) if num_bytes == len(buffer) else 0
-            finally:
-                os.close(fd)
+            damage = _read_whole(path, buffer)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise unavailable(error, "read a record", path) from error
-        if done == len(buffer):
-            opened = open_or_reason(buffer, key)
-        else:
-            opened = f"file has the wrong size expected={len(buffer)} seen={num_bytes} read={done}"
+        opened = open_or_reason(buffer, key) if damage is None else damage
         if isinstance(opened, Record):
             return opened
         self.quarantine(key, opened)
@@ -258,14 +252,27 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _read_all(fd: int, buffer: memoryview) -> int:
-    done = 0
-    while done < len(buffer):
-        num_bytes = os.readv(fd, [buffer[done:]])
-        if num_bytes == 0:
-            break
-        done += num_bytes
-    return done
+def _read_whole(path: Path, buffer: memoryview) -> str | None:
+    """Fill `buffer` from a regular file of exactly its size; why that was not possible, or `None`."""
+    try:  # not through a link, and without waiting at a pipe that somebody put there
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "a link stands under this name"
+        raise
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != len(buffer):
+            return f"file has the wrong kind or size expected={len(buffer)} seen={status.st_size}"
+        done = 0
+        while done < len(buffer):
+            num_bytes = os.readv(fd, [buffer[done:]])
+            if num_bytes == 0:
+                return f"file was cut short while it was read expected={len(buffer)} seen={done}"
+            done += num_bytes
+    finally:
+        os.close(fd)
+    return None
 
 
 def _damage(head: bytes, num_bytes: int, key: RecordKey) -> str | None:

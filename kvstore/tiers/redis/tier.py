@@ -82,10 +82,8 @@ class RedisTier(Tier):
         sizes: list[int | None] = [None] * len(keys)
         for node, names in by_node.items():
             replies = await node.control(*(("STRLEN", name) for _, name in names), deadline=deadline)
-            check_replies(replies, node.address)
-            for (index, _), num_bytes in zip(names, replies, strict=True):
-                if isinstance(num_bytes, int) and num_bytes > 0:
-                    sizes[index] = 0 if num_bytes == HEADER_BYTES else num_bytes
+            for (index, _), reply in zip(names, replies, strict=True):
+                sizes[index] = _size_of(reply, node)
         return sizes
 
     async def get(
@@ -99,11 +97,11 @@ class RedisTier(Tier):
             # Just a header: perhaps a striped record's, and then the caller's buffer has another size.
             return allocate_exactly(num_bytes, None if num_bytes <= HEADER_BYTES else allocate)
 
-        value = await self._values.fetch(node, name, bytes_max=STRIPE_BYTES, sink=sink, deadline=deadline)
-        if value is None:
-            return None
         opened: Record | str
         try:
+            value = await self._values.fetch(node, name, bytes_max=STRIPE_BYTES, sink=sink, deadline=deadline)
+            if value is None:
+                return None
             if len(value) == HEADER_BYTES and (header := striped_header(value, key)) is not None:
                 packed, value = bytes(value), allocate_exactly(HEADER_BYTES + header.payload_bytes, allocate)
                 if not await self._values.get_striped(node, packed, header, value, deadline=deadline):
@@ -189,7 +187,6 @@ class RedisTier(Tier):
             return []
         names = [format_name(key) for key in keys]
         replies = await node.control(*(("STRLEN", name) for name in names), deadline=deadline)
-        check_replies(replies, node.address)
         sizes = [reply if isinstance(reply, int) else 0 for reply in replies]
         short = [index for index, num_bytes in enumerate(sizes) if num_bytes == HEADER_BYTES]
         if short:
@@ -239,6 +236,16 @@ class RedisTier(Tier):
     def _check(self, deadline: Deadline) -> None:
         self._check_open()
         check_deadline(deadline, self.name)
+
+
+def _size_of(reply: Reply, node: Node) -> int | None:
+    """What a STRLEN tells of a record: its bytes, 0 when it is there but they are unknown, `None` when it is not."""
+    if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
+        return 0  # there, and no record: the next get puts it aside
+    check_reply(reply, node.address)
+    if not isinstance(reply, int) or reply == 0:
+        return None
+    return 0 if reply == HEADER_BYTES else reply
 
 
 def _record_key(name: Reply) -> RecordKey | None:

@@ -39,8 +39,14 @@ class Values:
     async def fetch(
         self, node: Node, name: str, *, bytes_max: int, sink: Sink, deadline: Deadline
     ) -> memoryview | None:
-        """GET a value of at most about `bytes_max` into what `sink` returns; `None`: no such name."""
+        """GET a value of at most about `bytes_max` into what `sink` returns; `None`: no such name.
+
+        Raises:
+            CorruptRecord: Something that is no string stands there.
+        """
         (reply,) = await self._move(node, ("GET", name), bytes_max, deadline, sink)
+        if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
+            raise CorruptRecord("a foreign type of value stands under this name", name=name)
         check_reply(reply, node.address)
         return reply if isinstance(reply, memoryview) else None
 

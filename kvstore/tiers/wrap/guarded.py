@@ -123,7 +123,7 @@ class GuardedTier(Tier):
 
     @contextmanager
     def _call(self, deadline: Deadline) -> Iterator[None]:
-        """Refuse the call, or run it and learn from how it ends. A cancelled one teaches nothing."""
+        """Refuse the call, or run it and learn from how it ends."""
         if not self._closed:  # else the inner tier says `Closed`
             self._check_closed_breaker()
         if self._num_calls >= self._calls_max:
@@ -136,12 +136,19 @@ class GuardedTier(Tier):
             yield
         except Unavailable as error:
             self._count("errors")
-            took_s = self._clock.monotonic_s() - started_s
-            if self._breaker.failed(took_s=took_s, timed_out=deadline.expired):
-                self._opened(error)
+            if deadline.expired:
+                opened = self._breaker.ran_out(started_s, self._clock.monotonic_s(), by_deadline=True)
+            else:
+                opened = self._breaker.failed()
+            if opened:
+                self._opened(str(error))
+            raise
+        except asyncio.CancelledError:
+            if self._breaker.ran_out(started_s, self._clock.monotonic_s(), by_deadline=False):
+                self._opened("its callers went away before an answer came: check its load and the network")
             raise
         else:
-            self._breaker.succeeded()
+            self._breaker.succeeded(self._clock.monotonic_s())
         finally:
             self._num_calls -= 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
@@ -152,11 +159,11 @@ class GuardedTier(Tier):
             self._count("refused")
             raise Unavailable("the tier failed and is left alone until a probe succeeds", tier=self.name)
 
-    def _opened(self, error: Unavailable) -> None:
+    def _opened(self, why: str) -> None:
         if self._closed:
             return
         self._meters.set("tier_open", 1, tier=self.name)
-        _log.warning("tier %s is off, requests go on without it: %s", self.name, error)
+        _log.warning("tier %s is off, requests go on without it: %s", self.name, why)
         self._background.spawn(self._probe_until_closed(), "probe")
 
     async def _probe_until_closed(self) -> None:

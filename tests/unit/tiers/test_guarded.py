@@ -53,7 +53,7 @@ def meters() -> Meters:
 
 @pytest.fixture
 async def guard(inner: FailingTier, meters: Meters) -> AsyncIterator[GuardedTier]:
-    breaker = Breaker(failures_max=3, hang_s=0.05, delay_first_s=0.03, delay_max_s=0.1)
+    breaker = Breaker(failures_max=3, notice_s=0.03, hang_s=0.08, delay_first_s=0.03, delay_max_s=0.1)
     guard = GuardedTier(inner, meters=meters, breaker=breaker, calls_max=5)
     yield guard
     await guard.aclose()
@@ -90,7 +90,7 @@ async def test_opens_after_failures_in_a_row(guard: GuardedTier, inner: FailingT
 async def test_opens_after_one_hang(guard: GuardedTier, inner: FailingTier) -> None:
     """One call that ran into a fair deadline is enough."""
     inner.hangs = True
-    await fail(guard, "deadline", timeout_s=0.1)
+    await fail(guard, "deadline", timeout_s=0.12)
     assert guard.is_open
 
 
@@ -102,8 +102,44 @@ async def test_short_deadlines_prove_nothing(guard: GuardedTier, inner: FailingT
     assert not guard.is_open
 
 
+async def test_several_middling_waits_open(guard: GuardedTier, inner: FailingTier) -> None:
+    """Deadlines that are short, but not too short, need several calls in a row."""
+    inner.hangs = True
+    await fail(guard, "deadline", timeout_s=0.04)
+    await fail(guard, "deadline", timeout_s=0.04)
+    assert not guard.is_open
+    await fail(guard, "deadline", timeout_s=0.04)
+    assert guard.is_open
+
+
+async def test_callers_that_stop_waiting_open(guard: GuardedTier, inner: FailingTier) -> None:
+    """A tier that hangs is found out also when its callers always leave before their deadline."""
+    inner.hangs = True
+    for _ in range(3):
+        assert not guard.is_open
+        call = asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(5)))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await asyncio.wait({call})
+    assert guard.is_open
+
+
+async def test_answers_meanwhile_acquit(guard: GuardedTier, inner: FailingTier) -> None:
+    """Waits prove nothing when another call was answered meanwhile: a miss that ends a stage cancels its siblings."""
+    for _ in range(3):
+        inner.hangs = True
+        calls = [asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(5))) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        inner.hangs = False
+        assert await guard.get(make_key(2), deadline=Deadline.after(5)) is None
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+    assert not guard.is_open
+
+
 async def test_cancelled_calls_prove_nothing(guard: GuardedTier, inner: FailingTier) -> None:
-    """A caller that goes away says nothing about the tier, and its place is free again."""
+    """A caller that goes away at once says nothing about the tier, and its place is free again."""
     inner.hangs = True
     for _ in range(10):
         call = asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(5)))
@@ -192,7 +228,7 @@ async def test_closed_while_open(guard: GuardedTier, inner: FailingTier) -> None
 def test_delays() -> None:
     """Delays double up to the limit and start anew only after a caller's success."""
     breaker = Breaker(failures_max=1, delay_first_s=1, delay_max_s=3)
-    assert breaker.failed(took_s=0, timed_out=False)
+    assert breaker.failed()
     delays = []
     for _ in range(3):
         breaker.probe_failed()
@@ -200,7 +236,7 @@ def test_delays() -> None:
     assert delays == [2, 3, 3]
     breaker.probe_succeeded()
     assert (breaker.is_open, breaker.delay_s) == (False, 3)
-    breaker.succeeded()
+    breaker.succeeded(now_s=1)
     assert breaker.delay_s == 1
 
 

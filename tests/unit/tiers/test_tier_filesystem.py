@@ -137,13 +137,17 @@ async def test_file_that_vanished(tmp_path: Path) -> None:
 
 
 async def test_symlink_is_not_followed(tmp_path: Path) -> None:
-    """A link under a record's name is never read through."""
+    """A link or a pipe under a record's name is never read through nor waited for: it is put aside."""
     tier = await filled(tmp_path / "records", 1)
     path = tmp_path / "records" / format_name(make_key(0))
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Unavailable, match="errno=ELOOP"):
-        await tier.get(make_key(0), deadline=soon())
+    assert await tier.get(make_key(0), deadline=soon()) is None
+    assert await tier.put(make_record(0, PAYLOAD_BYTES), deadline=soon()) is PutOutcome.STORED
+    path.unlink()
+    os.mkfifo(path)
+    assert await tier.get(make_key(0), deadline=soon()) is None
+    assert tier.num_quarantined == 2
     await tier.aclose()
 
 

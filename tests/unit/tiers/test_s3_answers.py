@@ -1,0 +1,111 @@
+"""Answers that a healthy S3 does not give on demand: overload, a body that breaks off, nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.s3 import S3Tier
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def error_answer(status: str, code: str) -> bytes:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+    fields = f"Content-Type: application/xml\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + body
+
+
+@asynccontextmanager
+async def tier_that_hears(*answers: bytes) -> AsyncIterator[tuple[S3Tier, list[bytes]]]:
+    """A tier whose endpoint gives these answers in turn, the last one for ever, and notes each request's head."""
+    requests: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answers[min(len(requests), len(answers)) - 1])
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        endpoint_url = f"http://127.0.0.1:{port}"
+        tier = await S3Tier.open("pages", endpoint_url=endpoint_url, access_key="A", secret_key="b")
+        try:
+            yield tier, requests
+        finally:
+            await tier.aclose()
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+async def test_overload_is_retried_and_then_unavailable() -> None:
+    """503 SlowDown is asked again a bounded number of times, then it is unavailable, never a miss."""
+    async with tier_that_hears(error_answer("503 Slow Down", "SlowDown")) as (tier, requests):
+        with pytest.raises(Unavailable, match="over its limits"):
+            await tier.get(make_key(1), deadline=Deadline.after(30))
+    assert len(requests) == 3
+
+
+async def test_overload_that_passes() -> None:
+    """One 503, then room again: the put goes through."""
+    async with tier_that_hears(error_answer("503 Slow Down", "SlowDown"), OK) as (tier, requests):
+        assert await tier.put(make_record(1), deadline=Deadline.after(30)) is PutOutcome.STORED
+    assert len(requests) == 2
+
+
+async def test_conflict_is_asked_again() -> None:
+    """409 while another put is under way: asked again, and told that the other one won."""
+    conflict = error_answer("409 Conflict", "ConditionalRequestConflict")
+    taken = error_answer("412 Precondition Failed", "PreconditionFailed")
+    async with tier_that_hears(conflict, taken) as (tier, _):
+        assert await tier.put(make_record(1), deadline=Deadline.after(30)) is PutOutcome.EXISTS
+
+
+async def test_conflict_without_end() -> None:
+    """A conflict that never ends is unavailable after a few attempts."""
+    async with tier_that_hears(error_answer("409 Conflict", "ConditionalRequestConflict")) as (tier, requests):
+        with pytest.raises(Unavailable, match="could not decide"):
+            await tier.put(make_record(1), deadline=Deadline.after(30))
+    assert len(requests) < 20
+
+
+async def test_body_that_breaks_off() -> None:
+    """Fewer bytes than announced is the network's fault: unavailable, not corrupt, nothing quarantined."""
+    record = make_record(1, 100_000)
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {record.num_bytes}\r\nConnection: close\r\n\r\n".encode()
+    async with tier_that_hears(head + bytes(record.data[:60_000])) as (tier, _):
+        with pytest.raises(Unavailable, match="did not answer in full"):
+            await tier.get(record.key, deadline=Deadline.after(30))
+        assert tier.num_quarantined == 0
+
+
+async def test_absurd_size_is_refused_before_allocating() -> None:
+    """An object that no record can be is a miss, and no memory is asked for, whatever size it announces."""
+    absurd = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\nConnection: close\r\n\r\n"
+    gone_since = error_answer("404 Not Found", "NoSuchKey")  # to the copy that the quarantine asks for
+    sizes: list[int] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        sizes.append(num_bytes)
+        return memoryview(bytearray(num_bytes))
+
+    async with tier_that_hears(absurd, gone_since) as (tier, requests):
+        assert await tier.get(make_key(1), deadline=Deadline.after(30), allocate=allocate) is None
+    assert requests[1].startswith(b"PUT /pages/quarantine/")
+    assert sizes == []
+
+
+async def test_not_s3() -> None:
+    """An endpoint that is some other service is unavailable."""
+    async with tier_that_hears(b"+PONG\r\n") as (tier, _):
+        with pytest.raises(Unavailable):
+            await tier.head([make_key(1)], deadline=Deadline.after(30))
