@@ -39,9 +39,7 @@ class World:
         side: What is tested.
     """
 
-    def __init__(
-        self, bridge: LoopBridge, folder: Path, facts_changes: dict[str, Any], settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, bridge: LoopBridge, folder: Path, facts: dict[str, Any], settings: dict[str, Any]) -> None:
         self.bridge = bridge
         self.facts = make_facts(**facts)
         self.shape = make_shape()
@@ -149,3 +147,13 @@ def world(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) ->
             made.finished(request_id)
         made.side.shutdown()
         made.no_leases()
+
+
+@contextmanager
+def unready_world(folder: Path, **settings: Any) -> Iterator[World]:
+    """A world whose service does not answer `open_namespace` yet, and whose ranks have proven nothing yet."""
+    with bridge_to_memory() as bridge:
+        bridge.store.held.add("open_namespace")
+        made = World(bridge, folder, {}, settings)
+        yield made
+        made.side.shutdown()

@@ -1,0 +1,359 @@
+"""Which saves the scheduler side orders: credits, holes, and when it orders none at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.jobs import RankReport, StepJobs
+from connector.scheduler.side import PromptFacts, StepFacts
+from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
+from tests.unit.connector.scheduler_world import BLOCK_BYTES, World, unready_world, world
+from tests.unit.connector.support import PAGE, eventually
+
+PAGE_BYTES = BLOCK_BYTES * 4
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as made:
+        yield made
+
+
+def stops(jobs: StepJobs) -> list[int]:
+    return [job.stop_tokens for job in jobs.saves]
+
+
+def test_pages_are_saved_as_they_become_final(at: World) -> None:
+    """Chunks of a prompt order its pages and its tail, each once, with their blocks and their own hash."""
+    state = at.new("a", 170)
+    at.hashed("a")
+    steps = [at.step({"a": final}) for final in (60, 130, 170, 171)]
+    assert [stops(step) for step in steps] == [[], [64, 128], [160], []]
+    jobs = [job for step in steps for job in step.saves]
+    assert [(job.start_tokens, job.block_ids) for job in jobs] == [
+        (0, (100, 101, 102, 103)),
+        (64, (104, 105, 106, 107)),
+        (128, (108, 109)),
+    ]
+    assert state.chain is not None
+    by_tokens = {boundary.tokens: boundary.prefix for boundary in state.chain.boundaries}
+    assert [job.prefix for job in jobs] == [by_tokens[job.stop_tokens] for job in jobs]
+    assert len({job.job_id for job in jobs}) == 3
+
+
+def test_what_is_there_is_not_saved(at: World) -> None:
+    """Pages that the lookup saw are left out; the tail of a longer prompt is new."""
+    at.keep("a", 128)
+    at.new("b", 170, "a")
+    at.hashed("b")
+    assert stops(at.step({"b": 170})) == [160]
+
+
+def test_a_page_of_which_a_slice_is_missing_is_saved(at: World) -> None:
+    """Half a page is no page."""
+    records = at.keep("a", 128)
+
+    async def lose_a_slice(store: object) -> None:
+        at.store.inner._memory.remove(records[1].key)
+
+    at.bridge.run(lose_a_slice)
+    at.new("a", 128)
+    at.hashed("a")
+    assert stops(at.step({"a": 128})) == [64]
+
+
+def test_nothing_twice_over_a_preemption(at: World) -> None:
+    """A preempted request computes its prompt again, and saves only what it had not saved."""
+    at.new("a", 170)
+    at.hashed("a")
+    assert stops(at.step({"a": 130})) == [64, 128]
+    assert stops(at.step({}, preempted=("a",))) == []
+    assert stops(at.step({"a": 100})) == []
+    assert stops(at.step({"a": 170})) == [160]
+
+
+def test_before_the_prompt_is_hashed(at: World) -> None:
+    """Nothing is saved until the hash is known; then everything that is final by then."""
+    at.store.held.add("lookup")
+    state = at.new("a", 170)
+    eventually(lambda: state.is_hashed)
+    state.hashed, hashed = type(state.hashed)(), state.hashed  # type: ignore[misc]
+    assert stops(at.step({"a": 130})) == []
+    state.hashed = hashed
+    assert stops(at.step({"a": 170})) == [64, 128, 160]
+
+
+def test_a_prompt_that_cannot_be_hashed(at: World) -> None:
+    """Tokens that are no 32-bit numbers leave their own request uncached and nobody else."""
+    at.side.on_new_request(PromptFacts("bad", (2**32, *range(99))))
+    at.new("a", 64)
+    at.hashed("a")
+    bad = at.state("bad")
+    eventually(lambda: bad.hashed is not None and bad.hashed.done())
+    assert at.ask("bad") == 0
+    assert stops(at.step({"bad": 100, "a": 64})) == [64]
+
+
+def test_credits(tmp_path: Path) -> None:
+    """With room for two pages a third waits for its turn, until the ranks report; nothing is skipped or repeated."""
+    with world(tmp_path, pinned_bytes=2 * 2 * PAGE_BYTES) as at:
+        at.new("a", 5 * PAGE)
+        at.hashed("a")
+        first = at.step({"a": 5 * PAGE})
+        assert stops(first) == [64, 128]
+        assert stops(at.step({"a": 5 * PAGE + 1})) == []
+        assert at.side.meters.get("connector_saves_delayed") == 2
+        at.ranks_done(first.saves[0].job_id)
+        second = at.step({"a": 5 * PAGE + 2})
+        assert stops(second) == [192]
+        at.ranks_done(first.saves[1].job_id, second.saves[0].job_id)
+        assert stops(at.step({"a": 5 * PAGE + 3})) == [256, 320]
+
+
+def test_credits_are_shared_by_requests(tmp_path: Path) -> None:
+    """One request's saves in flight hold back another's, and a request's end does not give them back."""
+    with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
+        at.new("a", 64)
+        at.new("b", 64)
+        at.hashed("a", "b")
+        (job,) = at.step({"a": 64, "b": 64}).saves
+        at.side.on_finished("a")
+        assert at.step({"b": 65}).saves == ()
+        at.ranks_done(job.job_id)
+        assert stops(at.step({"b": 66})) == [64]
+
+
+def test_one_page_always_fits(tmp_path: Path) -> None:
+    """A budget below one page still saves page by page: the alternative is never."""
+    with world(tmp_path, pinned_bytes=10) as at:
+        at.new("a", 128)
+        at.hashed("a")
+        (job,) = at.step({"a": 128}).saves
+        at.ranks_done(job.job_id)
+        assert stops(at.step({"a": 129})) == [128]
+
+
+def test_every_rank_must_report(tmp_path: Path) -> None:
+    """Room is given back when the last of two ranks has reported, in one report or in two."""
+    with world(tmp_path, {"tp_size": 2, "rank_heads": 1}, pinned_bytes=2 * PAGE_BYTES) as at:
+        at.new("a", 5 * PAGE)
+        at.hashed("a")
+        (first,) = at.step({"a": 320}).saves
+        at.ranks_done(first.job_id)
+        assert at.step({"a": 321}).saves == ()
+        at.ranks_done(first.job_id)
+        (second,) = at.step({"a": 322}).saves
+        one = RankReport({second.job_id: 1}, set())
+        at.side.on_rank_report(one.merge(RankReport({second.job_id: 1}, set())))
+        assert stops(at.step({"a": 323})) == [192]
+
+
+def test_reports_add_up() -> None:
+    """Reports of ranks add counts and unite failures, and change neither of the two."""
+    one, other = RankReport({1: 1, 2: 1}, {7}), RankReport({2: 1, 3: 1}, {8})
+    assert one.merge(other) == RankReport({1: 1, 2: 2, 3: 1}, {7, 8})
+    assert (one, other) == (RankReport({1: 1, 2: 1}, {7}), RankReport({2: 1, 3: 1}, {8}))
+
+
+def test_a_failed_save_ends_its_request_s_saves(at: World) -> None:
+    """Behind a page that was dropped nothing could ever be used; other requests go on."""
+    at.new("a", 170)
+    at.new("b", 170)
+    at.hashed("a", "b")
+    jobs = at.step({"a": 64, "b": 64}).saves
+    at.ranks_done(jobs[0].job_id, jobs[1].job_id, failed=(jobs[0].job_id,))
+    assert [job.start_tokens for job in at.step({"a": 170, "b": 170}).saves] == [64, 128]
+    assert at.side.status()["saves_in_flight"] == 2
+
+
+def test_reports_of_unknown_jobs(at: World) -> None:
+    """A report about a job that is long done changes nothing."""
+    at.ranks_done(99, failed=(98, 99))
+    at.new("a", 64)
+    at.hashed("a")
+    assert stops(at.step({"a": 64})) == [64]
+
+
+def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
+    """Jobs of a step that ended with an error were never sent: their room is free again, and loads are not lost."""
+    with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
+        at.keep("h", 70)
+        at.new("h", 70)
+        at.side.on_allocated("h", [[1, 2, 3, 4, 5]], at.ask("h"))
+        for name in "ab":
+            at.new(name, 64)
+        at.hashed("a", "b")
+        with pytest.raises(KeyError):
+            at.side.plan_step(StepFacts({"a": 64, "b": 64}, {"a": [range(1, 5)]}))
+        assert at.side.status()["saves_in_flight"] == 0
+        jobs = at.step({"b": 64})
+        assert stops(jobs) == [64]
+        assert [job.request_id for job in jobs.loads] == ["h"]
+        at.finished("h")
+
+
+def test_a_chain_out_of_order_saves_nothing(at: World) -> None:
+    """Were a boundary ever not where it belongs, the step would fail instead of storing a page under a wrong name."""
+    state = at.new("a", 170)
+    at.hashed("a")
+    assert state.chain is not None
+    state.lookup = None
+    state.chain.boundaries.insert(1, state.chain.boundaries[1])
+    with pytest.raises(AssertionError):
+        at.step({"a": 170})
+    assert at.side.status()["saves_in_flight"] == 0
+
+
+@pytest.fixture
+def unready(tmp_path: Path) -> Iterator[World]:
+    with unready_world(tmp_path) as made:
+        yield made
+
+
+def neither_hits_nor_saves(at: World) -> None:
+    at.new("n", 170)
+    assert at.ask("n") == 0
+    assert at.step({"n": 170}) == StepJobs()
+    assert not at.side.is_ready
+
+
+def test_not_ready_without_a_namespace(tmp_path: Path) -> None:
+    """Until the service has opened the namespace there are neither hits nor saves; afterwards both, also for a request
+    that came before."""
+    with unready_world(tmp_path, lookup_timeout_ms=50) as at:
+        at.side.set_rank_proofs({0: None}, 1)
+        at.new("early", 170)
+        neither_hits_nor_saves(at)
+        at.store.held.clear()
+        eventually(lambda: at.side.is_ready)
+        assert at.step({"early": 170}).saves == ()  # its hashing starts
+        at.hashed("early")
+        assert stops(at.step({"early": 171})) == [64, 128, 160]
+        at.new("later", 170)
+        assert at.ask("later") == 0
+        assert at.store.calls["lookup"] >= 1
+
+
+def test_first_request_waits_for_the_namespace(unready: World) -> None:
+    """A request that comes while the namespace is opened is asked again, and then hits."""
+    at = unready
+    at.side.set_rank_proofs({0: None}, 1)
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.side.matched_tokens("a", 0) is None
+    at.store.held.clear()
+    assert at.ask("a") == 160
+
+
+def test_a_service_that_is_not_there_slows_nobody(tmp_path: Path) -> None:
+    """Once the first request has waited in vain, no other one waits at all."""
+    with unready_world(tmp_path, lookup_timeout_ms=20) as at:
+        at.side.set_rank_proofs({0: None}, 1)
+        at.new("lora", 170, uncacheable="lora")
+        assert at.side.matched_tokens("lora", 0) == 0
+        at.new("a", 170)
+        assert at.side.matched_tokens("a", 0) is None
+        assert at.ask("a") == 0
+        for number in range(5):
+            at.new(str(number), 170)
+            assert at.side.matched_tokens(str(number), 0) == 0
+
+
+def test_a_rank_that_refuses(unready: World, caplog: pytest.LogCaptureFixture) -> None:
+    """One rank whose layout is not proven leaves the whole engine uncached, and says why, once."""
+    at = unready
+    at.store.held.clear()
+    with caplog.at_level("WARNING", logger="vllm.kvstore"):
+        at.side.set_rank_proofs({0: None, 1: "unknown cache layout"}, 2)
+        at.side.set_rank_proofs({0: None, 1: "unknown cache layout"}, 2)
+    eventually(lambda: at.side.status()["namespace"])
+    neither_hits_nor_saves(at)
+    assert at.side.status()["refused"] == "rank 1: unknown cache layout"
+    assert len([record for record in caplog.records if "not cached" in record.message]) <= 1
+
+
+def test_a_rank_that_says_nothing(tmp_path: Path) -> None:
+    """Two ranks and one proof: nothing is cached."""
+    with unready_world(tmp_path, lookup_timeout_ms=10) as at:
+        at.store.held.clear()
+        at.side.set_rank_proofs({0: None}, 2)
+        eventually(lambda: at.side.status()["namespace"])
+        neither_hits_nor_saves(at)
+
+
+def test_a_refused_proof_is_not_taken_back(unready: World) -> None:
+    """A later good proof does not make a refused engine cached."""
+    at = unready
+    at.store.held.clear()
+    at.side.set_rank_proofs({0: "no"}, 1)
+    at.side.set_rank_proofs({0: None}, 1)
+    eventually(lambda: at.side.status()["namespace"])
+    neither_hits_nor_saves(at)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("other tenant"), UnsupportedFormat("protocol 9"), InternalError("bug"), ZeroDivisionError("oops")],
+)
+def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
+    """Whatever the service answers but "not now", the engine runs uncached and the reason can be read."""
+    with unready_world(tmp_path) as at:
+        at.store.errors["open_namespace"] = error
+        at.side.set_rank_proofs({0: None}, 1)
+        at.store.held.clear()
+        assert str(error) in eventually(lambda: at.side.status()["refused"])
+        neither_hits_nor_saves(at)
+
+
+def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts before its service is cached once the service is there."""
+    monkeypatch.setattr("connector.scheduler.side._OPEN_RETRY_S", 0.01)
+    with unready_world(tmp_path) as at:
+        at.store.errors["open_namespace"] = Unavailable("not yet")
+        at.store.held.clear()
+        at.side.set_rank_proofs({0: None}, 1)
+        eventually(lambda: at.store.calls["open_namespace"] >= 3)
+        assert not at.side.is_ready
+        at.store.errors.clear()
+        eventually(lambda: at.side.is_ready)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    """Without weight files and without an id the engine runs uncached and says what to set."""
+    with unready_world(tmp_path, weights_id=None) as at:
+        assert "set weights_id" in eventually(lambda: at.side.status()["refused"])
+        neither_hits_nor_saves(at)
+        assert at.store.calls["open_namespace"] == 0
+
+
+def test_weights_are_digested_off_the_engine_s_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a large checkpoint is read, the constructor has returned and requests are answered."""
+    gate = threading.Event()
+
+    def slow(*_: object) -> str:
+        assert gate.wait(10)
+        return "digest"
+
+    monkeypatch.setattr("connector.scheduler.side.digest_weights", slow)
+    monkeypatch.setattr("connector.scheduler.side.find_weight_files", lambda _: [])
+    with unready_world(tmp_path, weights_id=None, lookup_timeout_ms=10) as at:
+        at.store.held.clear()
+        at.side.set_rank_proofs({0: None}, 1)
+        neither_hits_nor_saves(at)
+        gate.set()
+        eventually(lambda: at.side.is_ready)
+
+
+def test_shutdown_twice(at: World) -> None:
+    """Shutting down ends the leases of what was staged, and doing it again is fine."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a") == 160
+    at.side.shutdown()
+    at.no_leases()
+    at.side.shutdown()
+    assert at.side.status()["requests"] == 0
