@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -42,7 +43,7 @@ class Loader:
         plan: The group's page plan on this rank.
         slices: The slices that this rank reads.
         pool: Threads for verifying and decoding.
-        stall_s: A load fails when no record came for this long.
+        stall_s: A load fails when the service owes records and none came for this long.
         meters: Counters.
         clock: Time.
     """
@@ -118,14 +119,17 @@ class Loader:
             raise InternalError("the load could not be planned", request=job.request_id)
         pieces = [piece for piece in job.pieces if piece.key.slice in self._slices]
         room = asyncio.Semaphore(_IN_FLIGHT)
-        progress = _Progress(self._clock, len(pieces))
+        progress = _Progress(self._clock)
+        open_pieces = len(pieces)
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(progress.watch(self._stall_s))
 
             async def load(piece: LoadPiece) -> None:
+                nonlocal open_pieces
                 async with room:
-                    await self._load_piece(store, LeaseId(job.lease), piece)
-                if progress.arrived():
+                    await self._load_piece(store, LeaseId(job.lease), piece, progress)
+                open_pieces -= 1
+                if open_pieces == 0:
                     watch.cancel()
 
             for piece in pieces:
@@ -133,15 +137,17 @@ class Loader:
             if not pieces:
                 watch.cancel()
 
-    async def _load_piece(self, store: PageStore, lease: LeaseId, piece: LoadPiece) -> None:
+    async def _load_piece(self, store: PageStore, lease: LeaseId, piece: LoadPiece, progress: _Progress) -> None:
         deadline = Deadline.after(_CEILING_S)
-        record = await store.load(lease, piece.key, deadline=deadline)
+        with progress.asking():
+            record = await store.load(lease, piece.key, deadline=deadline)
         try:
             # a cancelled run returns only when its thread has ended, so that the blocks are left alone afterwards
             await self._pool.run(record.num_bytes, lambda: self._place(record, piece), deadline=deadline)
         except CorruptRecord as error:
             self._meters.add("connector_corrupt_records")
-            await store.discard(piece.key, str(error), deadline=deadline)
+            with progress.asking():
+                await store.discard(piece.key, str(error), deadline=deadline)
             raise
 
     def _place(self, record: Record, piece: LoadPiece) -> None:
@@ -165,20 +171,26 @@ class Loader:
 
 
 class _Progress:
-    """Ends a load that no record comes for."""
+    """Ends a load that the service does not answer. Records that came may take their time in the codec's threads."""
 
-    def __init__(self, clock: Clock, num_pieces: int) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._open = num_pieces
+        self._asked = 0
         self._last_s = clock.monotonic_s()
 
-    def arrived(self) -> bool:
-        """Note a record; true when it was the last one."""
-        self._last_s = self._clock.monotonic_s()
-        self._open -= 1
-        return self._open == 0
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around a call to the service."""
+        if self._asked == 0:
+            self._last_s = self._clock.monotonic_s()
+        self._asked += 1
+        try:
+            yield
+        finally:
+            self._asked -= 1
+            self._last_s = self._clock.monotonic_s()
 
     async def watch(self, stall_s: float) -> None:
-        while self._clock.monotonic_s() - self._last_s < stall_s:
+        while self._asked == 0 or self._clock.monotonic_s() - self._last_s < stall_s:
             await asyncio.sleep(_WATCH_S)
         raise Unavailable("no record came from the service for too long", stall_s=stall_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from connector.scheduler.bridge import Bridge
 from connector.worker.staging import BufferPool, view
 from kvstore.api import Deadline, PageStore, SaveOutcome
 from kvstore.codec import CodecPool, encode, max_payload_bytes
-from kvstore.errors import KVStoreError
+from kvstore.errors import Closed, KVStoreError
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, seal
 from kvstore.model.keys import RecordKey
@@ -81,20 +82,37 @@ class Saver:
         self._report = RankReport()
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
-        """Copy the jobs' blocks out now; when it returns the blocks may be reused."""
-        for job in jobs:
-            with self._lock:
-                self._open_slices[job.job_id] = len(self._slices)
-            for slice_index in self._slices:
-                self._save_slice(job, slice_index)
+        """Copy the jobs' blocks out now; when it returns the blocks may be reused.
+
+        Every job is reported once, also when this raises: the scheduler side holds room for it until then.
+        """
+        left = deque((job, slice_index) for job in jobs for slice_index in self._slices)
+        with self._lock:
+            self._open_slices.update((job.job_id, len(self._slices)) for job in jobs)
+        try:
+            while left:
+                self._save_slice(*left[0])
+                left.popleft()
+        finally:
+            for job, _ in left:
+                self._done(job.job_id, "failed")
 
     def _save_slice(self, job: SaveJob, slice_index: int) -> None:
-        num_blocks = len(job.block_ids)
-        page = self._buffers.take(self._plan.decoded_bytes(num_blocks))
+        page = self._buffers.take(self._plan.decoded_bytes(len(job.block_ids)))
         if page is None:
             self._done(job.job_id, "no_buffer")
             return
-        self._copier.gather(self._plan.runs(slice_index, num_blocks), job.block_ids, page)
+        try:
+            self._copy_and_send(job, slice_index, page)
+        except Closed:
+            self._buffers.put(page)
+            self._done(job.job_id, "failed")
+        except BaseException:
+            self._buffers.put(page)
+            raise
+
+    def _copy_and_send(self, job: SaveJob, slice_index: int, page: torch.Tensor) -> None:
+        self._copier.gather(self._plan.runs(slice_index, len(job.block_ids)), job.block_ids, page)
         kind, span = self._group.record_at(job.stop_tokens, self._page_tokens)
         assert span == Span(job.start_tokens, job.stop_tokens)
         header = HeaderV1(
@@ -115,6 +133,8 @@ class Saver:
             outcome = await self._encode_and_save(store, header, page)
         except KVStoreError as error:
             _log.debug("kvstore: a page was not saved: %s", error)
+        except Exception:  # noqa: BLE001 - a background task's top: nobody looks at its future
+            _log.exception("kvstore: a page was not saved")
         finally:
             self._done(job_id, outcome)
 
