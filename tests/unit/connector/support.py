@@ -66,6 +66,7 @@ class SteeredStore(PageStore):
     Attributes:
         calls: Number of calls by name.
         held: Names of calls that wait until they are taken out of this set, or until their deadline.
+        held_keys: Records whose load waits until they are taken out of this set, or until its deadline.
         errors: By name what a call raises instead.
         outcome: What every save answers instead of keeping the record.
         after_stage: Called on the loop's thread when a stage is about to return.
@@ -77,6 +78,7 @@ class SteeredStore(PageStore):
         self.inner = TieredStore(MemoryTier(64 * MIB), limits=StoreLimits(stage_bytes=32 * MIB))
         self.calls: Counter[str] = Counter()
         self.held: set[str] = set()
+        self.held_keys: set[RecordKey] = set()
         self.errors: dict[str, Exception] = {}
         self.outcome: SaveOutcome | None = None
         self.after_stage: Callable[[], None] = lambda: None
@@ -87,11 +89,11 @@ class SteeredStore(PageStore):
     def num_leases(self) -> int:
         return len(self.inner._leases)
 
-    async def _pass(self, name: str, deadline: Deadline) -> None:
+    async def _pass(self, name: str, deadline: Deadline, key: RecordKey | None = None) -> None:
         self.calls[name] += 1
         try:
             async with deadline.scope(name):
-                while name in self.held:
+                while name in self.held or (name == "load" and key in self.held_keys):
                     await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             self.cancelled.append(name)
@@ -125,7 +127,7 @@ class SteeredStore(PageStore):
         deadline: Deadline,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
-        await self._pass("load", deadline)
+        await self._pass("load", deadline, key)
         return self.on_load(await self.inner.load(lease, key, deadline=deadline, allocate=allocate))
 
     async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
@@ -181,6 +183,7 @@ class LoopBridge:
 
     def close(self) -> None:
         self.store.held.clear()
+        self.store.held_keys.clear()
         self._call(self._end)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
