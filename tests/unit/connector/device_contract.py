@@ -251,6 +251,9 @@ class BlockCopierContract(ABC):
         layers = cache.tensors()
         plan, copier, before = cache.plan(layers, 1), self.make(layers), storage(layers[0])
         page = host_page(plan.decoded_bytes(1), 1)
+        for block_id in (4, 40, -1):
+            with pytest.raises((InternalError, IndexError)):
+                copier.gather(plan.runs(0, 1), [1, block_id], host_page(plan.decoded_bytes(2), 1))
         for block_id in (4, 40, -1, 0):
             with pytest.raises(InternalError):
                 copier.scatter(plan.runs(0, 1), [block_id], page, 0)

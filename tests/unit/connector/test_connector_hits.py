@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.lookups import Lookups
-from connector.settings import ConnectorSettings
 from kvstore.errors import Unavailable
-from kvstore.runtime.meters import Meters
 from tests.unit.connector.scheduler_world import World, world
-from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
+from tests.unit.connector.support import BLOCK, eventually
 
 
 @pytest.fixture
@@ -289,97 +285,6 @@ def test_preemption_while_the_prompt_is_hashed(at: World, monkeypatch: pytest.Mo
     assert [boundary.tokens for boundary in at.state("a").chain.boundaries] == list(range(16, 161, 16))  # type: ignore[union-attr]
 
 
-def test_abort_while_staging(at: World) -> None:
-    """A request that ends while its records are fetched cancels the fetch and leaves no lease."""
-    at.keep("a", 170)
-    at.store.held.add("stage")
-    at.new("a", 170)
-    at.ask_until_staged("a")
-    eventually(lambda: at.store.calls["stage"] == 1)
-    at.side.on_finished("a")
-    eventually(lambda: at.store.cancelled == ["stage"])
-    at.store.held.clear()
-    at.no_leases()
-
-
-def test_abort_in_the_moment_of_the_lease(at: World) -> None:
-    """A request ends after its lease was granted and before its thread heard of it: the lease ends all the same."""
-    at.keep("a", 170)
-    granted, go_on = threading.Event(), threading.Event()
-
-    def stop_the_loop() -> None:
-        # runs after the stage's task has ended, before its future is told
-        granted.set()
-        assert go_on.wait(10)
-
-    at.store.after_stage = lambda: at.bridge._loop.call_soon(stop_the_loop) and None
-    at.new("a", 170)
-    at.ask_until_staged("a")
-    assert granted.wait(10)
-    assert at.store.num_leases == 1
-    at.side.on_finished("a")
-    go_on.set()
-    at.no_leases()
-
-
-def test_abort_with_a_staged_hit(at: World) -> None:
-    """A request that ends before it was admitted gives its lease back."""
-    at.keep("a", 170)
-    at.new("a", 170)
-    assert at.ask("a") == 160
-    at.side.on_finished("a")
-    at.no_leases()
-
-
-def test_abort_while_loading(at: World) -> None:
-    """The lease of an aborted request lives until the ranks report, since they still read under it."""
-    at.keep("a", 170)
-    at.new("a", 170)
-    at.admit("a", at.ask("a"))
-    at.side.on_finished("a")
-    at.bridge.run(lambda store: store.status(deadline=soon()))  # whatever was ordered before has happened
-    assert at.store.num_leases == 1
-    at.finished("a")
-    at.no_leases()
-    at.finished("a")  # a second report of it is nobody's
-
-
-def test_abort_before_the_lookup_is_answered(at: World) -> None:
-    """A request that ends early takes its question with it."""
-    at.store.held.add("lookup")
-    at.new("a", 170)
-    eventually(lambda: at.store.calls["lookup"] == 1)
-    at.side.on_finished("a")
-    eventually(lambda: at.store.cancelled == ["lookup"])
-
-
-def test_two_requests_with_one_prefix(at: World) -> None:
-    """Each has a lease of its own, and the end of one does not end the other's."""
-    at.keep("a", 170)
-    at.new("a", 170)
-    at.new("b", 170, "a")
-    assert (at.ask("a"), at.ask("b")) == (160, 160)
-    at.side.on_finished("a")
-    eventually(lambda: at.store.num_leases == 1)
-    (job,) = at.admit("b", 160).loads
-    assert job.request_id == "b"
-    at.finished("b")
-
-
-def test_a_closed_store(at: World) -> None:
-    """Once the client is closed nothing raises that vLLM does not catch: admission, release and reports go on."""
-    at.keep("a", 170)
-    at.new("a", 170)
-    hit = at.ask("a")
-    at.bridge.refuse_further_work()
-    (job,) = at.admit("a", hit).loads
-    assert job.pieces is not None
-    at.finished("a")
-    at.side.on_finished("a")
-    at.bridge._closed = False
-    at.bridge.run(lambda store: store.release(job.lease))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("mode", ["save", "load"])
 def test_modes(tmp_path: Path, mode: str) -> None:
     """An engine that only saves never asks for a hit; one that only loads never saves."""
@@ -390,89 +295,3 @@ def test_modes(tmp_path: Path, mode: str) -> None:
         at.new("b", 170)
         at.hashed("b")
         assert bool(at.step({"b": 170}).saves) == (mode == "save")
-
-
-class LeaseWorld:
-    """`Lookups` alone, on a clock that the test moves."""
-
-    def __init__(self, at: World) -> None:
-        self.clock, self.at, self.meters = ManualClock(), at, Meters()
-        settings = ConnectorSettings(lookup_timeout_ms=5000, max_wait_ms=2000)
-        self.lookups = Lookups(at.bridge, settings, step_tokens=BLOCK, meters=self.meters, clock=self.clock)
-        self.state = RequestState("a", tokens_of("a", 170), PrefixChain(BLOCK))
-
-    @property
-    def namespace(self) -> bytes:
-        assert self.at.side._namespace is not None
-        return self.at.side._namespace
-
-    def hit(self) -> int | None:
-        return self.lookups.hit(self.state, self.namespace, 0)  # type: ignore[arg-type]
-
-    def staged(self) -> None:
-        eventually(lambda: self.hit() == 160)
-
-
-def test_lease_is_renewed_by_asking(at: World) -> None:
-    """Each question after a third of the lease's time renews it, once; sooner ones do not."""
-    at.keep("a", 170)
-    leases = LeaseWorld(at)
-    leases.staged()
-    for after_s, renewals in ((9.0, 0), (2.0, 1), (9.0, 1), (2.0, 2), (0.0, 2), (29.0, 3)):
-        leases.clock.now_s += after_s
-        assert leases.hit() == 160
-        eventually(lambda renewals=renewals: at.store.calls["renew"] == renewals)
-    leases.lookups.forget(leases.state)
-
-
-def test_admission_renews_the_lease(at: World) -> None:
-    """The load starts with the whole time of the lease, however long the hit had waited for its blocks."""
-    at.keep("a", 170)
-    at.new("a", 170)
-    at.admit("a", at.ask("a"))
-    eventually(lambda: at.store.calls["renew"] == 1)
-    at.finished("a")
-
-
-def test_lease_of_a_forgotten_hit(at: World) -> None:
-    """Not asked for longer than the lease lasts: it is staged anew, never promised on a lease that has ended."""
-    at.keep("a", 170)
-    leases = LeaseWorld(at)
-    leases.staged()
-    leases.clock.now_s += 30.0
-    assert leases.hit() is None
-    leases.staged()
-    assert at.store.calls["stage"] == 2
-    eventually(lambda: at.store.num_leases == 1)
-    leases.lookups.forget(leases.state)
-
-
-def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
-    """With 5 s to wait, 4.9 s since vLLM's first question are fine, 5.1 s are not."""
-    at.keep("a", 170)
-    at.store.held.add("lookup")
-    leases = LeaseWorld(at)
-    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
-    leases.clock.now_s += 50
-    assert leases.hit() is None
-    leases.clock.now_s += 4.9
-    assert leases.hit() is None
-    leases.clock.now_s += 0.2
-    assert leases.hit() == 0
-    assert leases.meters.get("connector_lookup_timeouts") == 1
-    leases.lookups.forget(leases.state)
-
-
-def test_stage_has_a_ceiling(at: World) -> None:
-    """A stage call that does not even keep its own deadline is given up, and leaves no lease when it ends."""
-    at.keep("a", 170)
-    at.store.held.add("stage")
-    leases = LeaseWorld(at)
-    eventually(lambda: leases.hit() is None and leases.state.fetch is not None)
-    leases.clock.now_s += 2.9
-    assert leases.hit() is None
-    leases.clock.now_s += 0.2
-    assert leases.hit() == 0
-    assert leases.meters.get("connector_stage_timeouts") == 1
-    at.store.held.clear()
-    at.no_leases()

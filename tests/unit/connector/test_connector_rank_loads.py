@@ -1,0 +1,206 @@
+"""Loads that fail: nothing wrong is used, nothing is written after the report, and the report comes, once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from connector.jobs import LoadJob, StepJobs
+from kvstore.errors import Unavailable
+from kvstore.format.record import HEADER_BYTES, Record
+from tests.unit.connector.device_contract import storage
+from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank, ranks_on
+from tests.unit.connector.support import (
+    LoopBridge,
+    SteeredStore,
+    bridge_to_memory,
+    eventually,
+)
+
+
+@pytest.fixture
+def bridge() -> Iterator[LoopBridge]:
+    with bridge_to_memory() as made:
+        yield made
+
+
+@pytest.fixture
+def rank(bridge: LoopBridge) -> Iterator[Make]:
+    with ranks_on(bridge) as make:
+        yield make
+
+
+def flipped(record: Record) -> Record:
+    data = bytearray(record.data)
+    data[HEADER_BYTES] ^= 1
+    return Record(record.header, memoryview(bytes(data)))
+
+
+def test_a_flipped_bit(rank: Make, bridge: LoopBridge) -> None:
+    """A damaged record fails the load and is put aside, so that the next request does not meet it."""
+    source = rank()
+    source.save()
+    staged = source.stage()
+    bad = staged.keys[-1]
+    bridge.store.on_load = lambda record: flipped(record) if record.key == bad else record
+    source.side.start_loads(source.load_job(staged))
+    assert source.result() == ({"r"}, {"r"})
+    assert source.meters.get("connector_corrupt_records") == 1
+    assert bridge.store.calls["discard"] == 1
+    assert bad not in bridge.store.inner._memory
+    assert source.stage().resume_tokens < 160
+
+
+def test_verification_is_what_catches_it(rank: Make, bridge: LoopBridge) -> None:
+    """The same without verification would restore wrong bytes: the test above tests something."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    assert target.side.loader is not None
+    target.side.loader.verify = False
+    bridge.store.on_load = flipped
+    target.side.start_loads(target.load_job(target.stage()))
+    target.result()
+    assert not torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+@pytest.mark.parametrize("change", [{"decoded_bytes": 64}, {"codec_chain": 99}])
+def test_a_record_of_another_shape(rank: Make, bridge: LoopBridge, change: dict[str, int]) -> None:
+    """A record whose size or codec is not what the plan expects writes nothing."""
+    source = rank()
+    source.save()
+    bridge.store.on_load = lambda record: Record(replace(record.header, **change), record.data)
+    before = storage(source.layers[0])
+    source.side.start_loads(source.load_job(source.stage()))
+    assert source.result() == ({"r"}, {"r"})
+    assert torch.equal(storage(source.layers[0]), before)
+
+
+def test_a_lease_that_ended(rank: Make, bridge: LoopBridge) -> None:
+    """A load under a lease that is gone is reported as failed, once."""
+    source = rank()
+    source.save()
+    staged = source.stage()
+    bridge.run(lambda store: store.release(staged.lease))  # type: ignore[arg-type]
+    before = storage(source.layers[0])
+    source.side.start_loads(source.load_job(staged))
+    assert source.result() == ({"r"}, {"r"})
+    assert torch.equal(storage(source.layers[0]), before)
+
+
+def test_a_load_that_was_not_planned(rank: Make) -> None:
+    """The scheduler side could not plan it, but vLLM waits for a report."""
+    source = rank()
+    source.side.start_loads(StepJobs(loads=(LoadJob("r", b"lease", None),)))
+    assert source.result() == ({"r"}, {"r"})
+
+
+def test_a_load_with_nothing_for_this_rank(rank: Make) -> None:
+    """A rank that none of the pieces are for reports at once: all ranks must."""
+    source = rank()
+    source.side.start_loads(StepJobs(loads=(LoadJob("r", b"lease", ()),)))
+    assert source.result() == ({"r"}, set())
+
+
+def test_nothing_is_written_after_the_report(rank: Make, bridge: LoopBridge) -> None:
+    """One record is damaged while another is still on its way: what comes late is not written any more."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    staged = target.stage()
+    late, bad = set(staged.keys[:4]), staged.keys[-1]
+    bridge.store.held_keys |= late
+    bridge.store.on_load = lambda record: flipped(record) if record.key == bad else record
+    target.side.start_loads(target.load_job(staged))
+    assert target.result() == ({"r"}, {"r"})
+    reported = storage(target.layers[0])
+    bridge.store.held_keys.clear()
+    time.sleep(0.05)
+    assert torch.equal(storage(target.layers[0]), reported)
+    assert target.side.take_results() == (set(), set())
+
+
+def test_a_write_that_has_begun_ends_before_the_report(rank: Make, bridge: LoopBridge) -> None:
+    """A thread that is writing when the load fails is waited for: vLLM gives the blocks away after the report."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    staged = target.stage()
+    bad = staged.keys[-1]
+    writing, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        writing.set()
+        assert go_on.wait(10)
+
+    target.copier_that(wait)
+    bridge.store.held_keys.add(bad)
+    bridge.store.on_load = lambda record: flipped(record) if record.key == bad else record
+    target.side.start_loads(target.load_job(staged))
+    assert writing.wait(10)
+    bridge.store.errors["load"] = Unavailable("told to")
+    bridge.store.held_keys.clear()
+    time.sleep(0.1)
+    assert target.side.take_results() == (set(), set())
+    go_on.set()
+    assert target.result() == ({"r"}, {"r"})
+    reported = storage(target.layers[0])
+    time.sleep(0.05)
+    assert torch.equal(storage(target.layers[0]), reported)
+
+
+def test_a_stalled_load(rank: Make, bridge: LoopBridge) -> None:
+    """When no record comes for the stall time the load fails, long before its ceiling."""
+    source = rank(stall_timeout_ms=100)
+    source.save()
+    bridge.store.held.add("load")
+    start = time.monotonic()
+    source.side.start_loads(source.load_job(source.stage()))
+    assert source.result() == ({"r"}, {"r"})
+    assert time.monotonic() - start < 5
+    assert set(bridge.store.cancelled) == {"load"}
+
+
+def test_a_stalled_load_after_some_records(rank: Make, bridge: LoopBridge) -> None:
+    """All but one record came: the missing one fails the load."""
+    source = rank(stall_timeout_ms=100)
+    source.save()
+    staged = source.stage()
+    bridge.store.held_keys.add(staged.keys[5])
+    source.side.start_loads(source.load_job(staged))
+    assert source.result() == ({"r"}, {"r"})
+
+
+def test_slow_threads_are_no_stall(rank: Make) -> None:
+    """Records that came are decoded however long that takes: a busy processor is not a silent service."""
+    source = rank()
+    source.save()
+    target = rank(seed=2, stall_timeout_ms=50)
+    target.copier_that(lambda: time.sleep(0.2))
+    target.side.start_loads(target.load_job(target.stage()))
+    assert target.result() == ({"r"}, set())
+    assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+def test_shutdown_while_loading(bridge: LoopBridge) -> None:
+    """A client that is closed under a load still reports it."""
+    source = Rank(bridge)
+    source.save()
+    bridge.store.held.add("load")
+    source.side.start_loads(source.load_job(source.stage()))
+    eventually(lambda: bridge.store.calls["load"] > 0)
+    source.side.shutdown()
+    source.side.shutdown()
+
+    async def cancel_all(store: SteeredStore) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    bridge.run(cancel_all)
+    assert source.result() == ({"r"}, {"r"})
