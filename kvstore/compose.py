@@ -17,6 +17,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrap import GuardedTier
 
 __all__ = ["open_store", "store_limits"]
 
@@ -42,11 +43,8 @@ async def open_store(
     async with AsyncExitStack() as stack:
         memory = MemoryTier(settings.memory_bytes)
         stack.push_async_callback(memory.aclose)
-        hot = await _open_hot(settings.hot, stack)
-        cold = await _open_cold(settings.cold, settings, stack)
-        for tier, setting in ((hot, settings.hot), (cold, settings.cold)):
-            if tier is not None:
-                await _warn_if_unreachable(tier, setting, clock)
+        hot = await _guarded(await _open_hot(settings.hot), settings.hot, stack, meters, clock)
+        cold = await _guarded(await _open_cold(settings.cold, settings), settings.cold, stack, meters, clock)
         store = TieredStore(memory, hot, cold, meters=meters, limits=store_limits(settings), clock=clock)
         stack.push_async_callback(store.aclose)
         yield store
@@ -66,27 +64,34 @@ def store_limits(settings: Settings) -> StoreLimits:
     )
 
 
-async def _open_hot(location: HotLocation, stack: AsyncExitStack) -> Tier | None:
+async def _guarded(
+    tier: Tier | None, setting: object, stack: AsyncExitStack, meters: Meters, clock: Clock
+) -> Tier | None:
+    """Put the guard around a tier that was just opened, and see whether it answers."""
+    if tier is None:
+        return None
+    guarded = GuardedTier(tier, meters=meters, clock=clock)
+    stack.push_async_callback(guarded.aclose)
+    await _warn_if_unreachable(tier, setting, clock)
+    return guarded
+
+
+async def _open_hot(location: HotLocation) -> Tier | None:
     match location:
         case NoTier():
             return None
         case RedisLocation():
-            tier = _redis(location)
-    stack.push_async_callback(tier.aclose)
-    return tier
+            return _redis(location)
 
 
-async def _open_cold(location: ColdLocation, settings: Settings, stack: AsyncExitStack) -> Tier | None:
-    tier: Tier
+async def _open_cold(location: ColdLocation, settings: Settings) -> Tier | None:
     match location:
         case NoTier():
             return None
         case FileLocation():
-            tier = await _filesystem(location, settings)
+            return await _filesystem(location, settings)
         case S3Location():
-            tier = await _s3(location)
-    stack.push_async_callback(tier.aclose)
-    return tier
+            return await _s3(location)
 
 
 async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
@@ -113,7 +118,9 @@ async def _s3(location: S3Location) -> Tier:
         from kvstore.tiers.s3 import S3Tier
     except ImportError as error:
         raise _missing("s3", "cold", error) from error
-    return await S3Tier.open(location.bucket, location.prefix)
+    return await S3Tier.open(
+        location.bucket, location.prefix, endpoint_url=location.endpoint_url, region=location.region
+    )
 
 
 def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:

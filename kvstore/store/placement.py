@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvstore.api import PrefixQuery
+from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.spans import cell_of
@@ -81,6 +82,18 @@ class Presence:
             if self.complete(probe):
                 bits[probe[0]] |= 1 << probe[1]
         return bits
+
+    def resume_tokens(self) -> int:
+        """The longest resume point that looks usable, or the local tokens."""
+        query = self.query
+        return longest_resumable(
+            self.layout,
+            [boundary.tokens for boundary in query.boundaries],
+            self.groups_present(),
+            local_tokens=query.local_tokens,
+            cap_tokens=query.cap_tokens,
+            step_tokens=query.step_tokens,
+        )
 
     def note_size(self, group: int, num_bytes: int) -> None:
         """Remember the size of one record; zero means that the tier did not know it."""

@@ -33,7 +33,7 @@ __all__ = ["PresenceFinder"]
 _PAGE_ROUNDS_MAX = 4
 """With 16 questions a round three narrow 4,096 pages down to one; holes within holes are left for `stage` to find."""
 
-_FIRST_ROUND_SHARE = 0.6
+_FIRST_ROUND_SHARE = 0.75
 """Of a lookup's time, for the pages: a tier that hangs must leave time to ask the other one for the tails."""
 
 
@@ -100,7 +100,12 @@ class PresenceFinder:
             await asyncio.gather(*(self._ask_pages(presence, place, wanted, share) for place in asked))
             inner = inner_probes(layout, query, presence.complete)
             self._look_in_memory(presence, inner)
-        wanted = [probe for probe in inner if not presence.complete(probe)]
+        resume_tokens = presence.resume_tokens()  # a record that ends below lengthens nothing
+        wanted = [
+            probe
+            for probe in inner
+            if query.boundaries[probe[0]].tokens > resume_tokens and not presence.complete(probe)
+        ]
         await asyncio.gather(*(self._ask_inner(presence, place, wanted, deadline) for place in asked))
         return presence
 
@@ -183,8 +188,7 @@ class PresenceFinder:
         if place.failed or not keys:
             return [None] * len(keys)
         try:
-            async with deadline.scope("asking a tier what it holds"):
-                return await place.tier.head(keys, deadline=deadline)
+            return await place.tier.head(keys, deadline=deadline)
         except (Unavailable, Closed):
             place.failed = True
             self._meters.add("lookup_tier_failures", tier=place.tier.name)

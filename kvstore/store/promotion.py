@@ -272,8 +272,7 @@ class Promotion:
         try:
             async with self._gates[tier.name].turn():
                 deadline = Deadline.after(seconds, self._clock)
-                async with deadline.scope("reading a record"):
-                    record = await tier.get(item.key, deadline=deadline, allocate=self._allocator(item.key))
+                record = await tier.get(item.key, deadline=deadline, allocate=self._allocator(item.key))
         except (Unavailable, Closed):
             self._meters.add("stage_tier_failures", tier=tier.name)
             return None

@@ -13,7 +13,6 @@ from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, 
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
-from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
@@ -126,15 +125,7 @@ class TieredStore(PageStore):
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         layout = self._layout(query.namespace)
         presence = await self._finder.find(query, layout, _leave_time(deadline))
-        bits = presence.groups_present()
-        resume_tokens = longest_resumable(
-            layout,
-            [boundary.tokens for boundary in query.boundaries],
-            bits,
-            local_tokens=query.local_tokens,
-            cap_tokens=query.cap_tokens,
-            step_tokens=query.step_tokens,
-        )
+        bits, resume_tokens = presence.groups_present(), presence.resume_tokens()
         self.meters.add("lookups")
         self.meters.add("lookup_hits", resume_tokens > query.local_tokens)
         return Lookup(resume_tokens, tuple(bits))

@@ -41,6 +41,10 @@ class FaultyTier(Tier):
         self.get_s = 0.0
         self.lost: set[RecordKey] = set()
 
+    @property
+    def num_quarantined(self) -> int:
+        return self.inner.num_quarantined
+
     async def _fault(self, method: str, deadline: Deadline) -> None:
         self.calls[method] += 1
         if self.down:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,12 +13,17 @@ import pytest
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.s3 import S3Tier
+from kvstore.tiers.wrap import GuardedTier
 
 MEMORY_BYTES = 64 << 20
 
@@ -55,4 +61,33 @@ class TestTieredStoreOnFilesystem(PageStoreContract):
         node = tiered_node(MemoryTier(MEMORY_BYTES), cold=cold)
         yield node
         await node.store.aclose()
+        await cold.aclose()
+
+
+@pytest.mark.servers
+class TestTieredStoreOnRedisAndS3(PageStoreContract):
+    """Memory, a real Redis and a real Ceph gateway, as a fleet has them, each behind its guard."""
+
+    @pytest.fixture
+    async def node(self, shared_redis: RedisServer, shared_rgw: CephRgw) -> AsyncIterator[StoreNode]:
+        shared_rgw.create_bucket("page-store")
+        meters = Meters()
+        hot = GuardedTier(RedisTier.from_url(shared_redis.url), meters=meters)
+        cold = GuardedTier(
+            await S3Tier.open(
+                "page-store",
+                secrets.token_hex(4),  # what an earlier test stored is out of sight
+                endpoint_url=shared_rgw.endpoint_url,
+                region=shared_rgw.region,
+                access_key=shared_rgw.access_key,
+                secret_key=shared_rgw.secret_key,
+            ),
+            meters=meters,
+        )
+        node = tiered_node(MemoryTier(MEMORY_BYTES), hot=hot, cold=cold)
+        yield node
+        await node.store.aclose()
+        async for entry in hot.scan():
+            await hot.delete(entry.key, deadline=Deadline.after(10))
+        await hot.aclose()
         await cold.aclose()

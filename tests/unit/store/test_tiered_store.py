@@ -14,12 +14,15 @@ from kvstore.api import Ack, SaveOutcome, Staged
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import parse_manifest
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrap import GuardedTier
 
 MIB = 1 << 20
 LIMITS = replace(StoreLimits(), stage_bytes=12 * MIB, backoff_s_min=0.01, backoff_s_max=0.05, drain_timeout_s=0.2)
@@ -37,7 +40,7 @@ def slow_tier(name: str) -> FaultyTier:
 async def opened(
     prompt: Prompt,
     *,
-    hot: FaultyTier | None = None,
+    hot: Tier | None = None,
     cold: FaultyTier | None = None,
     limits: StoreLimits = LIMITS,
     memory_bytes: int = 16 * MIB,
@@ -251,6 +254,32 @@ class TestPromotion:
 
 
 class TestLookup:
+    async def test_a_frozen_tier_opens_its_guard(self) -> None:
+        """Three lookups find that the hot tier hangs; the stages after them are not slowed down by it any more."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
+        await fill(cold, prompt)
+        hot.frozen = True
+        guard = GuardedTier(hot, meters=Meters())
+        async with opened(prompt, hot=guard, cold=cold) as store:
+            for _ in range(3):
+                assert (await store.lookup(prompt.query(), deadline=soon(0.1))).resume_tokens == 240
+            assert guard.is_open
+            started = asyncio.get_running_loop().time()
+            assert (await stage(store, prompt)).resume_tokens == 240
+            assert asyncio.get_running_loop().time() - started < 0.1
+            assert (await store.status(deadline=soon()))["tiers"]["redis"]["healthy"] is False
+        await guard.aclose()
+
+    async def test_what_memory_has_whole_is_asked_of_nobody(self) -> None:
+        """The longest resume point that is possible is in memory: neither lookup nor stage sends a request."""
+        prompt, cold = Prompt(ATTENTION, "a", 250), slow_tier("s3")
+        async with opened(prompt, cold=cold) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 240
+            assert (await stage(store, prompt)).resume_tokens == 240
+            assert cold.calls["head"] == cold.calls["get"] == 0
+
     async def test_a_frozen_tier_costs_a_stage_no_more_than_the_stall_time(self) -> None:
         """The hot tier hangs on every call and the deadline is far away: the stage is served from cold, soon."""
         prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
