@@ -217,6 +217,8 @@ def _explain(error: ValidationError, seen: Mapping[str, object]) -> str:
         name = str(problem["loc"][0])
         expected = problem["msg"].removeprefix("Value error, ")
         expected = expected[:1].lower() + expected[1:]
-        shown = "" if "seen=" in expected else f" seen={seen.get(name)!r}"
+        value = seen.get(name)
+        value = without_secrets(value) if isinstance(value, str) else value
+        shown = "" if "seen=" in expected else f" seen={value!r}"
         lines.append(f"setting {name}: {expected}{shown}")
     return "; ".join(lines)

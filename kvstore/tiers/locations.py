@@ -18,6 +18,7 @@ __all__ = [
     "S3Location",
     "parse_cold",
     "parse_hot",
+    "without_secrets",
 ]
 
 RedisMode = Literal["standalone", "cluster", "sentinel"]
@@ -119,17 +120,17 @@ def parse_hot(text: str) -> HotLocation:
     if scheme not in _MODES:
         raise InvalidRequest(
             "hot must be redis://host:port/database, rediss://, redis+cluster://, redis+sentinel:// or memory:",
-            seen=repr(_without_secrets(text)),
+            seen=repr(without_secrets(text)),
         )
     expected = f"hot must look like {scheme}://user:password@host:port/database"
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise InvalidRequest(expected, seen=repr(_without_secrets(text))) from None  # the cause may show the password
+        raise InvalidRequest(expected, seen=repr(without_secrets(text))) from None  # the cause may show the password
     database = parts.path.strip("/")
     if not host or (database and not database.isdecimal()) or parts.query or parts.fragment:
-        raise InvalidRequest(expected, seen=repr(_without_secrets(text)))
+        raise InvalidRequest(expected, seen=repr(without_secrets(text)))
     return RedisLocation(
         mode=_MODES[scheme],
         tls=scheme == "rediss",
@@ -157,7 +158,7 @@ def parse_cold(text: str) -> ColdLocation:
         return FileLocation(Path(path))
     if text.startswith("s3://"):
         return _parse_s3(text)
-    raise InvalidRequest("cold must be s3://bucket/prefix, file:///dir or memory:", seen=repr(_without_secrets(text)))
+    raise InvalidRequest("cold must be s3://bucket/prefix, file:///dir or memory:", seen=repr(without_secrets(text)))
 
 
 def _parse_s3(text: str) -> S3Location:
@@ -169,12 +170,13 @@ def _parse_s3(text: str) -> S3Location:
         raise InvalidRequest(
             "cold must look like s3://bucket/prefix?endpoint_url=http://host:port&region=name, both options optional; "
             "credentials come from the AWS environment",
-            seen=repr(_without_secrets(text)),
+            seen=repr(without_secrets(text)),
         )
     return S3Location(parts.netloc, unquote(parts.path).strip("/"), **given)
 
 
-def _without_secrets(text: str) -> str:
-    """The text without anything between `//` and the last `@`."""
-    scheme, slashes, rest = text.partition("//")
-    return f"{scheme}{slashes}***@{rest.rpartition('@')[2]}" if "@" in rest else text
+def without_secrets(text: str) -> str:
+    """The text with everything before its last `@` hidden, but for a scheme."""
+    before, at, rest = text.rpartition("@")
+    scheme, slashes, _ = before.partition("//")
+    return f"{scheme if slashes else ''}{slashes}***@{rest}" if at else text

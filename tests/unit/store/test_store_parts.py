@@ -1,0 +1,119 @@
+"""Leases, absent keys and the fetch gate, on a clock that the test owns."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvstore.store.absent import AbsentKeys
+from kvstore.store.fetch_gate import FetchGate
+from kvstore.store.leases import LeaseTable
+from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.memory import MemoryTier
+
+
+class HandClock:
+    """Moves only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return 0
+
+
+def table() -> tuple[LeaseTable, MemoryTier, HandClock]:
+    memory, clock = MemoryTier(1 << 20), HandClock()
+    for number in range(4):
+        memory.insert(make_record(number))
+    return LeaseTable(memory, clock, lease_s=10.0, leases_max=2), memory, clock
+
+
+def pins(memory: MemoryTier, *numbers: int) -> dict:
+    return {make_key(number): memory.pin([make_key(number)]) for number in numbers}
+
+
+def test_a_lease_ends_exactly_at_its_time() -> None:
+    """It serves until the last moment, not at it, whether or not anybody swept."""
+    leases, memory, clock = table()
+    lease = leases.grant(pins(memory, 0))
+    clock.now_s += 9.99
+    assert leases.record(lease, make_key(0)) is not None
+    assert leases.record(lease, make_key(1)) is None
+    assert leases.renew(lease)
+    clock.now_s += 9.99
+    assert leases.sweep() == 0
+    clock.now_s += 0.01
+    assert leases.record(lease, make_key(0)) is None
+    assert not leases.renew(lease)
+    assert memory.pinned_bytes == 0
+    assert leases.num_expired == 1
+
+
+def test_a_sweep_frees_what_nobody_asks_for() -> None:
+    """Dead engines do not call: the sweep ends their leases and leaves the living ones."""
+    leases, memory, clock = table()
+    leases.grant(pins(memory, 0, 1))
+    clock.now_s += 5
+    living = leases.grant(pins(memory, 1, 2))
+    assert leases.full
+    clock.now_s += 6
+    assert leases.sweep() == 1
+    assert not leases.full
+    assert leases.record(living, make_key(1)) is not None
+    leases.release_all()
+    assert memory.pinned_bytes == 0
+    assert len(leases) == 0
+
+
+def test_a_bad_record_leaves_every_lease() -> None:
+    """Two leases hold it: neither serves it any more, the rest stays, and no pin is lost."""
+    leases, memory, _ = table()
+    one, two = leases.grant(pins(memory, 0, 1)), leases.grant(pins(memory, 0))
+    leases.forget(make_key(0))
+    assert leases.record(one, make_key(0)) is leases.record(two, make_key(0)) is None
+    assert leases.record(one, make_key(1)) is not None
+    leases.release(one)
+    leases.release(two)
+    assert memory.pinned_bytes == 0
+
+
+def test_absent_keys_forget_themselves() -> None:
+    """A key is known as absent for its time, or until it is written."""
+    clock = HandClock()
+    absent = AbsentKeys(clock)
+    absent.add(make_key(0), 5.0)
+    absent.add(make_key(1), 50.0)
+    clock.now_s += 5.0
+    assert make_key(0) not in absent
+    assert make_key(1) in absent
+    absent.remove(make_key(1))
+    assert make_key(1) not in absent
+    assert len(absent) == 0
+
+
+async def test_the_gate_lets_so_many_in_and_the_rest_in_order() -> None:
+    """Four may run, the others enter first come first served; one that gives up frees its place in the queue."""
+    gate = FetchGate(HandClock(), quick_s=0.0, limit=4)
+    entered: list[int] = []
+    leave = [asyncio.Event() for _ in range(8)]
+
+    async def read(number: int) -> None:
+        async with gate.turn():
+            entered.append(number)
+            await leave[number].wait()
+
+    tasks = [asyncio.ensure_future(read(number)) for number in range(8)]
+    await asyncio.sleep(0)
+    assert entered == [0, 1, 2, 3]
+    tasks[4].cancel()
+    leave[1].set()
+    await asyncio.sleep(0.001)
+    assert entered == [0, 1, 2, 3, 5]
+    for event in leave:
+        event.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert entered == [0, 1, 2, 3, 5, 6, 7]
+    assert gate.num_running == 0

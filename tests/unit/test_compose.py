@@ -1,0 +1,98 @@
+"""`open_store`: what the settings name is opened, wired and closed again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.compose import open_store, store_limits
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import load_settings
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.servers.ports import free_ports
+
+
+def soon() -> Deadline:
+    return Deadline.after(10.0)
+
+
+async def test_an_embedded_store_survives_its_process(tmp_path: Path) -> None:
+    """Memory and a directory, closed and opened again: what was saved is staged from the directory."""
+    settings = load_settings({"memory_bytes": "16MiB", "disk_bytes": "64MiB", "cold": f"file://{tmp_path}/records"})
+    prompt = Prompt(ATTENTION, "a", 250)
+    async with open_store(settings) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            await store.save(record, deadline=soon())
+    with pytest.raises(Closed):
+        await store.status(deadline=soon())
+    async with open_store(settings) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        staged = await store.stage(prompt.query(), deadline=soon())
+        assert staged.resume_tokens == 240
+        assert staged.sources == {"filesystem": 8}
+
+
+async def test_the_directory_is_given_back(tmp_path: Path) -> None:
+    """A second store on the directory is refused while the first is open, and works after it, also after an error."""
+    settings = load_settings({"memory_bytes": "16MiB", "disk_bytes": "64MiB", "cold": f"file://{tmp_path}/records"})
+    with pytest.raises(RuntimeError, match="of the caller"):
+        async with open_store(settings):
+            with pytest.raises(Unavailable):
+                async with open_store(settings):
+                    pass
+            raise RuntimeError("of the caller")
+    async with open_store(settings) as store:
+        assert "filesystem" in (await store.status(deadline=soon()))["tiers"]
+
+
+async def test_an_unreachable_tier_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """No Redis answers: one warning with the next step and without the password, and the store works without it."""
+    port = free_ports(1)[0]
+    settings = load_settings(
+        {"memory_bytes": "16MiB", "cold": "memory:", "hot": f"redis://:hunter2@127.0.0.1:{port}", "drain_timeout_s": 0}
+    )
+    prompt = Prompt(ATTENTION, "a", 128)
+    async with open_store(settings) as store:
+        assert f"redis://127.0.0.1:{port}/0 is running" in caplog.text
+        assert "hunter2" not in caplog.text
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            await store.save(record, deadline=soon())
+        assert (await store.stage(prompt.query(), deadline=soon())).resume_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "extra"),
+    [
+        ({"hot": "redis://127.0.0.1:1"}, "kvstore.tiers.redis", "redis"),
+        ({"cold": "s3://bucket"}, "kvstore.tiers.s3", "s3"),
+    ],
+)
+async def test_a_missing_extra_is_told_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, object], module: str, extra: str
+) -> None:
+    """The packages of a tier are not installed: the message is the command that installs them."""
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails as if it were not there
+    settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:"} | setting)
+    with pytest.raises(InvalidRequest, match=rf"pip install 'kvstore\[{extra}\]'"):
+        async with open_store(settings):
+            pass
+
+
+@pytest.mark.parametrize("hot", ["redis+cluster://h", "redis+sentinel://h", "rediss://h"])
+async def test_forms_of_redis_that_are_not_spoken_are_refused(hot: str) -> None:
+    """The grammar knows them, this release does not speak to them: refused with what works."""
+    with pytest.raises(InvalidRequest, match="use redis://"):
+        async with open_store(load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": hot})):
+            pass
+
+
+def test_limits_follow_the_settings() -> None:
+    """Units are converted, and stages may pin three quarters of memory unless told otherwise."""
+    limits = store_limits(load_settings({"memory_bytes": 1000, "stall_timeout_ms": 250, "lease_s": 3}))
+    assert (limits.stage_bytes, limits.stall_timeout_s, limits.lease_s) == (750, 0.25, 3.0)
+    assert store_limits(load_settings({"memory_bytes": 1000, "stage_bytes": 10})).stage_bytes == 10
