@@ -25,6 +25,7 @@ from kvstore.tiers.locations import (
     S3Location,
     parse_cold,
     parse_hot,
+    without_secrets,
 )
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 
