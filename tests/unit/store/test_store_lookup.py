@@ -1,0 +1,108 @@
+"""Lookups of a `TieredStore`: who is asked, how much, and what a broken tier costs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from store_world import MIB, fill, opened, slow_tier, soon, stage
+
+from kvstore.api import SaveOutcome
+from kvstore.runtime.meters import Meters
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrap import GuardedTier
+
+
+class TestLookup:
+    async def test_a_frozen_tier_opens_its_guard(self) -> None:
+        """Three lookups find that the hot tier hangs; the stages after them are not slowed down by it any more."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
+        await fill(cold, prompt)
+        hot.frozen = True
+        guard = GuardedTier(hot, meters=Meters())
+        async with opened(prompt, hot=guard, cold=cold) as store:
+            for _ in range(3):
+                assert (await store.lookup(prompt.query(), deadline=soon(0.1))).resume_tokens == 240
+            assert guard.is_open
+            started = asyncio.get_running_loop().time()
+            assert (await stage(store, prompt)).resume_tokens == 240
+            assert asyncio.get_running_loop().time() - started < 0.1
+            assert (await store.status(deadline=soon()))["tiers"]["redis"]["healthy"] is False
+        await guard.aclose()
+
+    async def test_what_memory_has_whole_is_asked_of_nobody(self) -> None:
+        """The longest resume point that is possible is in memory: neither lookup nor stage sends a request."""
+        prompt, cold = Prompt(ATTENTION, "a", 250), slow_tier("s3")
+        async with opened(prompt, cold=cold) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 240
+            assert (await stage(store, prompt)).resume_tokens == 240
+            assert cold.calls["head"] == cold.calls["get"] == 0
+
+    async def test_a_frozen_tier_costs_a_stage_no_more_than_the_stall_time(self) -> None:
+        """The hot tier hangs on every call and the deadline is far away: the stage is served from cold, soon."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
+        await fill(cold, prompt)
+        hot.frozen = True
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            started = asyncio.get_running_loop().time()
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 240
+            assert staged.sources == {"s3": len(staged.keys)}
+            assert asyncio.get_running_loop().time() - started < 0.6
+
+    @pytest.mark.parametrize("fault", ["down", "frozen"])
+    @pytest.mark.parametrize("broken", ["redis", "s3"])
+    async def test_a_broken_tier_is_skipped_and_counted(self, fault: str, broken: str) -> None:
+        """One tier refuses or hangs: the other one's answer counts, within the deadline, without an error."""
+        prompt = Prompt(ATTENTION, "a", 250)
+        tiers = {"redis": slow_tier("redis"), "s3": slow_tier("s3")}
+        for tier in tiers.values():
+            await fill(tier, prompt)
+        setattr(tiers[broken], fault, True)
+        async with opened(prompt, hot=tiers["redis"], cold=tiers["s3"]) as store:
+            deadline = soon(0.2)
+            assert (await store.lookup(prompt.query(), deadline=deadline)).resume_tokens == 240
+            assert not deadline.expired
+            assert store.meters.get("lookup_tier_failures", tier=broken) == 1
+            tiers[broken].frozen = False
+
+    async def test_memory_is_served_while_everything_else_is_down(self) -> None:
+        """Both slower tiers are down: what this node has is found and staged."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 128), slow_tier("redis"), slow_tier("s3")
+        hot.down = cold.down = True
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            for record in prompt.records():
+                assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+            assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 128
+            assert (await stage(store, prompt)).sources == {"memory": 4}
+
+    async def test_slices_may_be_spread_over_tiers(self) -> None:
+        """One slice of a page is in memory, the other in hot: the page is there."""
+        prompt, hot = Prompt(ATTENTION, "a", 64), slow_tier("redis")
+        await hot.inner.put(prompt.record(64, 0, 1), deadline=soon())
+        async with opened(prompt, hot=hot) as store:
+            hot.down = True
+            await store.save(prompt.record(64, 0, 0), deadline=soon())
+            hot.down = False
+            assert (await store.lookup(prompt.query(), deadline=soon())).groups_present[3] == 1
+            assert (await stage(store, prompt)).resume_tokens == 64
+
+    async def test_long_prompts_cost_few_requests(self) -> None:
+        """131,072 tokens, of which 100,000 are in the cold tier: a few rounds of at most 16 heads."""
+        prompt, cold = Prompt(ATTENTION, "long", 131_072, payload_bytes=10), slow_tier("s3")
+        cold.inner = MemoryTier(256 * MIB)
+        pages = list(range(64, 100_000, 64))
+        await fill(cold, prompt, tokens=[*pages, pages[-1] + 48])
+        async with opened(prompt, cold=cold) as store:
+            found = await store.lookup(prompt.query(), deadline=soon())
+            assert found.resume_tokens == pages[-1] + 48
+            assert len(cold.keys_asked) <= 3 * 16 + 3
+            assert cold.calls["head"] <= 4
+            hot = slow_tier("redis")
+            await fill(hot, prompt, tokens=pages)
+        async with opened(prompt, hot=hot, cold=cold) as store:  # both together: the tail is in cold alone
+            found = await store.lookup(prompt.query(), deadline=soon())
+            assert found.resume_tokens == pages[-1] + 48

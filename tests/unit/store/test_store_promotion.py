@@ -1,0 +1,195 @@
+"""Stages of a `TieredStore` when slower tiers are slow, frozen, incomplete or lying."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from store_world import LIMITS, fill, opened, slow_tier, soon, stage, until
+
+from kvstore.api import Staged
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import seal
+from kvstore.model.spans import Span
+from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+
+
+class TestPromotion:
+    @pytest.mark.parametrize("layout", [ATTENTION, WINDOWED, HYBRID])
+    async def test_cold_records_are_staged_and_go_on_to_hot(self, layout) -> None:
+        """Only the cold tier has the prompt: it is staged from there, and the hot tier gets what was read."""
+        prompt, hot, cold = Prompt(layout, "a", 250), slow_tier("redis"), slow_tier("s3")
+        await fill(cold, prompt)
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 240
+            assert staged.sources == {"s3": len(staged.keys)}
+            assert await store.drain(soon()) == 0
+            assert sorted(hot.keys_put) == sorted(staged.keys)
+            assert (await stage(store, prompt)).sources == {"memory": len(staged.keys)}
+
+    async def test_each_record_comes_from_the_nearest_tier(self) -> None:
+        """Page one is in memory, page two in hot and cold, page three in cold: each is read once, from the nearest."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 192), slow_tier("redis"), slow_tier("s3")
+        await fill(hot, prompt, tokens=[128])
+        await fill(cold, prompt, tokens=[128, 192])
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            for record in prompt.records([64]):
+                await store.save(record, deadline=soon())
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 192
+            assert staged.sources == {"memory": 2, "redis": 2, "s3": 2}
+
+    async def test_concurrent_stages_of_one_prefix_fetch_once(self) -> None:
+        """Eight engines ask for the same prompt at the same time: each record is read once, all eight have a lease."""
+        prompt, cold = Prompt(ATTENTION, "a", 256), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.get_s = 0.02
+        async with opened(prompt, cold=cold) as store:
+            staged = await asyncio.gather(*(stage(store, prompt) for _ in range(8)))
+            assert {one.resume_tokens for one in staged} == {256}
+            assert len({one.lease for one in staged}) == 8
+            assert cold.calls["get"] == 8  # four pages of two slices
+
+    async def test_a_cancelled_stage_does_not_take_the_others_down(self) -> None:
+        """Two stages share their reads; the one that started them is cancelled, the other gets everything."""
+        prompt, cold = Prompt(ATTENTION, "a", 256), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.get_s = 0.02
+        async with opened(prompt, cold=cold) as store:
+            first = asyncio.ensure_future(stage(store, prompt))
+            await until(lambda: cold.calls["get"] > 0)
+            second = asyncio.ensure_future(stage(store, prompt))
+            await asyncio.sleep(0.005)
+            first.cancel()
+            assert (await second).resume_tokens == 256
+            assert first.cancelled()
+
+    async def test_a_stall_ends_a_stage_with_what_arrived(self) -> None:
+        """The cold tier delivers four records and then hangs: the stage ends within the stall time, two pages long."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.get_limit = 4
+        async with opened(prompt, cold=cold) as store:
+            started = asyncio.get_running_loop().time()
+            staged = await stage(store, prompt)
+            took = asyncio.get_running_loop().time() - started
+            assert staged.resume_tokens == 128
+            assert len(staged.keys) == 4
+            assert 0.29 <= took < 0.8
+            assert store.meters.get("stages_cut", reason="stall") == 1
+
+    async def test_slow_but_steady_is_no_stall(self) -> None:
+        """Records that take 100 ms each, for longer than the stall time in all, are waited for."""
+        prompt, cold = Prompt(ATTENTION, "a", 512), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.get_s = 0.1
+        limits = replace(LIMITS, stage_records_in_flight=2)
+        async with opened(prompt, cold=cold, limits=limits) as store:
+            started = asyncio.get_running_loop().time()
+            assert (await stage(store, prompt)).resume_tokens == 512
+            assert asyncio.get_running_loop().time() - started > 2 * LIMITS.stall_timeout_s
+
+    async def test_the_deadline_ends_a_stage_with_what_arrived(self) -> None:
+        """At the deadline the stage returns the complete pages instead of raising, and before the deadline."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.get_limit = 4
+        async with opened(prompt, cold=cold) as store:
+            deadline = soon(0.15)
+            staged = await store.stage(prompt.query(), deadline=deadline)
+            assert not deadline.expired
+            assert staged.resume_tokens == 128
+            assert store.meters.get("stages_cut", reason="deadline") == 1
+
+    async def test_records_that_vanished_shorten_the_hit_and_are_remembered(self) -> None:
+        """The cold tier says yes to a head and no to the get: the hit ends there, and lookups say so from then on."""
+        prompt, cold = Prompt(ATTENTION, "a", 256), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.lost = {prompt.key(192, 0, 1)}
+        async with opened(prompt, cold=cold) as store:
+            assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 256
+            assert (await stage(store, prompt)).resume_tokens == 128
+            found = await store.lookup(prompt.query(), deadline=soon())
+            assert found.resume_tokens == 128
+            cold.lost.clear()
+            await store.save(prompt.record(192, 0, 1), deadline=soon())  # the writer fills the hole
+            assert (await stage(store, prompt)).resume_tokens == 256
+
+    async def test_a_lost_state_falls_back_to_the_one_before(self) -> None:
+        """A hybrid's state at the end has gone: the hit ends at an earlier boundary that still has one."""
+        prompt, cold = Prompt(HYBRID, "a", 256), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.lost = {prompt.key(256, 1, 2), prompt.key(192, 1, 0)}
+        async with opened(prompt, cold=cold) as store:
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 128
+            assert store._memory.pinned_bytes == staged.num_bytes + 1024 * len(staged.keys)
+
+    async def test_records_of_another_boundary_are_put_aside(self) -> None:
+        """An intact record stands under this name but spans other tokens than the prefix: quarantined, not served."""
+        prompt, cold = Prompt(ATTENTION, "a", 128), slow_tier("s3")
+        await fill(cold, prompt, tokens=[64])
+        liar = Prompt(ATTENTION, "a", 128)
+        for slice_ in range(2):
+            header = replace(liar.record(128, 0, slice_).header, span=Span(0, 64))
+            await cold.inner.put(seal(header, bytearray(HEADER_BYTES + 8)), deadline=soon())
+        async with opened(prompt, cold=cold) as store:
+            assert (await stage(store, prompt)).resume_tokens == 64
+            assert await cold.inner.head([prompt.key(128)], deadline=soon()) == [None]
+            assert cold.calls["quarantine"] >= 1
+
+    async def test_a_hit_larger_than_the_budget_is_cut_to_what_fits(self) -> None:
+        """Ten pages of 200 kB, room for about three: the hit is three pages, and the rest of memory stays free."""
+        prompt, cold = Prompt(ATTENTION, "a", 640, payload_bytes=100_000), slow_tier("s3")
+        await fill(cold, prompt)
+        limits = replace(LIMITS, stage_bytes=650_000)
+        async with opened(prompt, cold=cold, limits=limits) as store:
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 192
+            assert store._memory.pinned_bytes <= 650_000
+            assert cold.calls["get"] == 6  # nothing was read in vain
+            other = Prompt(ATTENTION, "b", 640, payload_bytes=100_000)
+            await fill(cold, other)
+            assert (await stage(store, other)).lease is None  # the first lease holds the budget
+            assert staged.lease is not None
+            await store.release(staged.lease)
+            assert (await stage(store, other)).resume_tokens == 192
+
+    async def test_hot_that_hangs_leaves_time_for_cold(self) -> None:
+        """Both tiers have the prompt; hot answers heads but its gets hang: the stage falls back to cold."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 128), slow_tier("redis"), slow_tier("s3")
+        for tier in (hot, cold):
+            await fill(tier, prompt)
+        hot.get_limit = 0
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 128
+            assert staged.sources == {"s3": 4}
+
+    async def test_leases_have_an_upper_limit(self) -> None:
+        """The table of leases is full: a stage answers with nothing, and works again after a release."""
+        prompt = Prompt(ATTENTION, "a", 128)
+        async with opened(prompt, limits=replace(LIMITS, leases_max=1)) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            first = await stage(store, prompt)
+            assert first.lease is not None
+            assert (await stage(store, prompt)) == Staged(None, 0)
+            await store.release(first.lease)
+            assert (await stage(store, prompt)).resume_tokens == 128
+
+    async def test_the_end_of_an_owner_ends_its_leases(self) -> None:
+        """A peer dies: its leases end at once, those of others stay."""
+        prompt = Prompt(ATTENTION, "a", 128)
+        async with opened(prompt) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            for owner in ("one", "one", "two"):
+                staged = await store.stage(prompt.query(), deadline=soon(), owner=owner)
+            assert store.release_owner("one") == 2
+            assert staged.lease is not None
+            assert await store.renew(staged.lease, deadline=soon())
+            assert store.release_owner("two") == 1
+            assert store._memory.pinned_bytes == 0

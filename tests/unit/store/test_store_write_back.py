@@ -1,0 +1,160 @@
+"""Saves of a `TieredStore`, and how records get to the slower tiers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store_world import LIMITS, opened, slow_tier, soon, stage, until
+
+from kvstore.api import Ack, SaveOutcome
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.manifest import parse_manifest
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.memory import MemoryTier
+
+
+class TestWriteBack:
+    async def test_records_reach_hot_and_cold_in_prefix_order(self) -> None:
+        """Records saved in reverse are written to each tier shortest prefix first."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 640), slow_tier("redis"), slow_tier("s3")
+        async with opened(prompt, hot=hot, cold=cold, limits=replace(LIMITS, write_back_in_flight=1)) as store:
+            for record in reversed(prompt.records()):
+                assert store._keep(record, None) is SaveOutcome.STORED  # no turn of the loop in between
+            assert await store.drain(soon()) == 0
+            expected = [record.key.prefix for record in prompt.records()]
+            assert [key.prefix for key in hot.keys_put] == expected
+            assert [key.prefix for key in cold.keys_put] == expected
+
+    async def test_the_queue_is_bounded_and_drops_new_records(self) -> None:
+        """The cold tier is down: the queue fills to its limit, later records stay in memory only, counted."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        cold.down = True
+        limits = replace(LIMITS, write_back_bytes=6 * 1192, write_back_attempts=1_000_000)
+        async with opened(prompt, cold=cold, limits=limits) as store:
+            for record in prompt.records():
+                assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+            status = await store.status(deadline=soon())
+            assert status["write_back"] == {"s3": {"records": 6, "bytes": 6 * 1192, "failing": True}}
+            assert store.meters.get("write_back_dropped", tier="s3", reason="queue_full") == 14
+            assert (await stage(store, prompt)).resume_tokens == 640
+            cold.down = False
+            assert await store.drain(soon()) == 0
+            assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[:6]]
+
+    async def test_a_tier_that_is_down_is_not_hammered(self) -> None:
+        """With a tier down, pauses grow: half a second brings a handful of attempts, not thousands."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        cold.down = True
+        limits = replace(LIMITS, write_back_attempts=1_000_000, backoff_s_max=30.0)
+        async with opened(prompt, cold=cold, limits=limits) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            await asyncio.sleep(0.5)
+            assert cold.calls["put"] <= 4 + 7  # the first of each worker, then 10, 20, ... 640 ms
+
+    async def test_records_that_never_arrive_are_given_up(self) -> None:
+        """After the last attempt a record is dropped and counted, so that a queue cannot jam for ever."""
+        prompt, cold = Prompt(ATTENTION, "a", 64), slow_tier("s3")
+        cold.down = True
+        async with opened(prompt, cold=cold, limits=replace(LIMITS, write_back_attempts=3)) as store:
+            await store.save(prompt.record(64), deadline=soon())
+            assert await store.drain(soon()) == 0
+            assert cold.calls["put"] == 3
+            assert store.meters.get("write_back_dropped", tier="s3", reason="attempts") == 1
+
+    async def test_discarded_records_are_not_written_back(self) -> None:
+        """A record is found bad while it waits for the cold tier: it never gets there."""
+        prompt, cold = Prompt(ATTENTION, "a", 64), slow_tier("s3")
+        cold.down = True
+        async with opened(prompt, cold=cold) as store:
+            await store.save(prompt.record(64), deadline=soon())
+            await until(lambda: cold.calls["put"] > 0)
+            with pytest.raises(Unavailable):  # the cold tier could not be told
+                await store.discard(prompt.key(64), "test", deadline=soon())
+            cold.down = False
+            assert await store.drain(soon()) == 0
+            assert cold.keys_put == []
+
+    async def test_acks_wait_for_their_tier(self) -> None:
+        """A save with ack cold returns when the cold tier has it, and raises when it is down; memory keeps it."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 128), slow_tier("redis"), slow_tier("s3")
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            first, second = prompt.record(64), prompt.record(128)
+            assert await store.save(first, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+            assert cold.keys_put == [first.key]
+            assert await store.save(first, ack=Ack.COLD, deadline=soon()) is SaveOutcome.EXISTS
+            hot.down = True
+            with pytest.raises(Unavailable):
+                await store.save(second, ack=Ack.HOT, deadline=soon())
+            hot.down = False
+            assert await store.save(second, ack=Ack.HOT, deadline=soon()) is SaveOutcome.STORED
+
+    async def test_ack_hot_needs_a_shared_hot_tier(self) -> None:
+        """Without a hot tier the ack is refused by name, before anything is stored."""
+        prompt = Prompt(ATTENTION, "a", 64)
+        async with opened(prompt, cold=slow_tier("s3")) as store:
+            with pytest.raises(InvalidRequest, match="hot"):
+                await store.save(prompt.record(64), ack=Ack.HOT, deadline=soon())
+            assert (await store.lookup(prompt.query(), deadline=soon())).groups_present == (0, 0, 0, 0)
+
+
+class TestSave:
+    async def test_a_full_memory_answers_full(self) -> None:
+        """Everything that memory holds is leased: a save answers FULL, and works again after the release."""
+        prompt = Prompt(ATTENTION, "a", 64, payload_bytes=300_000)
+        limits = replace(LIMITS, stage_bytes=750_000)
+        async with opened(prompt, limits=limits, memory_bytes=1_000_000) as store:
+            for record in prompt.records():
+                assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+            staged = await stage(store, prompt)
+            assert staged.lease is not None
+            big = Prompt(ATTENTION, "b", 64, payload_bytes=500_000).record(64)
+            assert await store.save(big, deadline=soon()) is SaveOutcome.FULL
+            await store.release(staged.lease)
+            assert await store.save(big, deadline=soon()) is SaveOutcome.STORED
+
+    async def test_too_many_bytes_at_once_answer_busy(self) -> None:
+        """Saves beyond the limit of bytes being verified answer BUSY; the others are stored."""
+        prompt = Prompt(ATTENTION, "a", 640, payload_bytes=400_000)
+        async with opened(prompt, limits=replace(LIMITS, save_bytes_in_flight=1_000_000)) as store:
+            saves = [store.save(record, deadline=soon()) for record in prompt.records()[:6]]
+            outcomes = await asyncio.gather(*saves)
+            assert sorted(outcome.value for outcome in outcomes) == ["busy"] * 4 + ["stored"] * 2
+
+    async def test_the_manifest_is_kept_beside_the_records(self) -> None:
+        """Opening a namespace writes its description to each slower tier, once."""
+        prompt, cold = Prompt(ATTENTION, "a", 64), slow_tier("s3")
+        async with opened(prompt, cold=cold) as store:
+            await until(lambda: cold.calls["put_manifest"] == 1)
+            manifest = await cold.get_manifest(prompt.namespace, deadline=soon())
+            assert manifest is not None
+            assert parse_manifest(manifest).id == prompt.namespace
+            await store.open_namespace(prompt.description, deadline=soon())
+            await asyncio.sleep(0.01)
+            assert cold.calls["put_manifest"] == 1
+
+
+async def test_a_restart_serves_from_the_directory(tmp_path: Path) -> None:
+    """Records are saved, the process ends in order, another one opens the directory: the prompt is staged from it."""
+    prompt = Prompt(HYBRID, "restart", 250)
+    for run in range(2):
+        cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=64 * MIB)
+        store = TieredStore(MemoryTier(16 * MIB), None, cold)
+        await store.open_namespace(prompt.description, deadline=soon())
+        if run == 0:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+        else:
+            staged = await stage(store, prompt)
+            assert staged.resume_tokens == 240
+            assert staged.sources == {"filesystem": len(staged.keys)}
+            assert staged.lease is not None
+            for key in staged.keys:
+                await store.load(staged.lease, key, deadline=soon())
+        await store.aclose()
+        await cold.aclose()
