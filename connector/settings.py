@@ -37,7 +37,8 @@ class ConnectorSettings:
             does not fit waits for its request's next step, or is dropped at its end.
         memory_bytes: Memory tier of the embedded service; `None` is its default, a tenth of the RAM.
         disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
-        lookup_timeout_ms: Longest wait for the answer whether anything is stored.
+        lookup_timeout_ms: Longest wait for the answer whether anything is stored. Only this request waits, and only
+            for a service that does not answer; 100 ms were too few for a busy two-core machine.
         stall_timeout_ms: Fetching ends when no byte came for this long; what has come is used.
         max_wait_ms: Longest wait for a fetch, however well it goes.
         audit_rate: Share of restored pages to recompute and compare. Not supported yet: only 0.
@@ -52,7 +53,7 @@ class ConnectorSettings:
     pinned_bytes: int = 512 * MIB
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    lookup_timeout_ms: int = 100
+    lookup_timeout_ms: int = 300
     stall_timeout_ms: int = 300
     max_wait_ms: int = 10_000
     audit_rate: int = 0
