@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_world import LIMITS, opened, slow_tier, soon, stage, until
+from store_world import LIMITS, MIB, opened, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.errors import InvalidRequest, Unavailable
