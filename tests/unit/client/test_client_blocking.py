@@ -1,0 +1,205 @@
+"""`BlockingStore`: plain threads, forks, exits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import Deadline, SaveOutcome
+from kvstore.client import BlockingStore
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.service_process import ServiceProcess
+
+PROMPT = Prompt(ATTENTION, "blocking", 256, payload_bytes=100_000)
+
+
+def soon() -> Deadline:
+    return Deadline.after(10)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
+        yield service
+
+
+@pytest.fixture
+def store(service: ServiceProcess) -> Iterator[BlockingStore]:
+    with BlockingStore(service.url) as store:
+        store.wait_ready(deadline=soon())
+        yield store
+
+
+def test_every_call_from_plain_threads(store: BlockingStore) -> None:
+    """A prompt is saved, looked up, staged, renewed, loaded from several threads, discarded, released."""
+    assert store.open_namespace(PROMPT.description, deadline=soon()) == PROMPT.namespace
+    records = {record.key: record for record in PROMPT.records()}
+    futures = [store.submit_save(record, deadline=soon()) for record in records.values()]
+    assert {future.result(10) for future in futures} == {SaveOutcome.STORED}
+    assert store.lookup(PROMPT.query(), deadline=soon()).resume_tokens == 256
+    staged = store.stage(PROMPT.query(), deadline=soon())
+    lease = staged.lease
+    assert lease is not None
+    assert store.renew(lease, deadline=soon())
+    with ThreadPoolExecutor(4) as threads:
+        loaded = list(threads.map(lambda key: store.load(lease, key, deadline=soon()), staged.keys))
+    assert [bytes(record.data) for record in loaded] == [bytes(records[key].data) for key in staged.keys]
+    store.discard(staged.keys[0], "test", deadline=soon())
+    assert store.lookup(PROMPT.query(), deadline=soon()).resume_tokens < 256
+    store.release(lease)
+    ends_s = time.monotonic() + 5
+    while store.status(deadline=soon())["leases"] != 0:
+        assert time.monotonic() < ends_s
+
+
+def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> None:
+    """A callback that waits would wait for ever: it is told what to do instead; `submit_...` works there."""
+    seen: list[object] = []
+    done = threading.Event()
+
+    def callback(_: object) -> None:
+        try:
+            store.status(deadline=soon())
+        except InvalidRequest as error:
+            seen.append(str(error))
+        try:
+            store.close()
+        except InvalidRequest as error:
+            seen.append(str(error))
+        store.submit_status(deadline=soon()).add_done_callback(lambda f: (seen.append(f.result()), done.set()))
+
+    store.submit_status(deadline=soon()).add_done_callback(callback)
+    assert done.wait(5)
+    assert "submit_" in str(seen[0])
+    assert "own thread" in str(seen[1])
+    assert isinstance(seen[2], dict)
+
+
+def test_nobody_waits_past_the_deadline(service: ServiceProcess, store: BlockingStore) -> None:
+    """Frozen service: one deadline, then at once; even a loop whose thread is stuck costs little more."""
+    service.freeze()
+    for limit_s in (0.5, 0.05):
+        begun_s = time.monotonic()
+        with pytest.raises(Unavailable):
+            store.status(deadline=Deadline.after(0.2))
+        assert time.monotonic() - begun_s < limit_s
+    service.thaw()
+    store._loop.call_soon_threadsafe(time.sleep, 1.0)
+    begun_s = time.monotonic()
+    with pytest.raises(Unavailable, match="thread"):
+        store.status(deadline=Deadline.after(0.1))
+    assert time.monotonic() - begun_s < 0.7
+
+
+def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
+    """A future is cancelled: its request is not running any more in the service."""
+    with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow, BlockingStore(slow.url) as store:
+        store.wait_ready(deadline=soon())
+        future = store.submit_status(deadline=Deadline.after(60))
+        time.sleep(0.05)
+        assert future.cancel()
+        ends_s = time.monotonic() + 5
+        control = store._store._pool.now()
+        assert control is not None
+        while control._pending:
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+
+
+def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
+    """Calls that run fail `Closed`, later ones too; the thread is gone; closing twice is closing once."""
+    with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow:
+        store = BlockingStore(slow.url)
+        store.wait_ready(deadline=soon())
+        future = store.submit_status(deadline=Deadline.after(60))
+        time.sleep(0.05)
+        begun_s = time.monotonic()
+        store.close()
+        store.close()
+        assert time.monotonic() - begun_s < 1.0
+        with pytest.raises(Closed):
+            future.result(1)
+        with pytest.raises(Closed):
+            store.status(deadline=soon())
+        store.release(b"x" * 16)  # type: ignore[arg-type]  # ignored
+        assert not store._thread.is_alive()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_interpreter_exits_without_close(service: ServiceProcess, frozen: bool) -> None:
+    """A program forgets to close, its service well or frozen, a call running: it ends promptly, quietly, status 0."""
+    program = f"""
+from kvstore.api import Deadline
+from kvstore.client import BlockingStore
+store = BlockingStore({service.url!r})
+store.wait_ready(deadline=Deadline.after(10))
+print("ready", flush=True)
+input()
+store.submit_status(deadline=Deadline.after(60))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"ready\n"
+        if frozen:
+            service.freeze()
+        begun_s = time.monotonic()
+        process.stdin.write(b"\n")
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - begun_s < 5
+        assert (process.returncode, errors) == (0, b"")
+
+
+def test_forked_children_neither_use_nor_keep_the_connections(service: ServiceProcess) -> None:
+    """A process forks and is killed; its child lives on: the service sees the parent's end, the child gets `Closed`."""
+    program = f"""
+import os, signal, sys, time, warnings
+warnings.simplefilter("ignore")
+from kvstore.api import Deadline
+from kvstore.client import BlockingStore
+from kvstore.errors import Closed
+store = BlockingStore({service.url!r})
+store.wait_ready(deadline=Deadline.after(10))
+if os.fork() == 0:
+    try:
+        store.status(deadline=Deadline.after(1))
+    except Closed:
+        print(os.getpid(), flush=True)
+    time.sleep(30)
+    os._exit(0)
+store.status(deadline=Deadline.after(5))
+time.sleep(30)
+"""
+    with (
+        BlockingStore(service.url) as watcher,
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        watcher.wait_ready(deadline=soon())
+        assert sessions(watcher) == 6
+        process.kill()
+        try:
+            ends_s = time.monotonic() + 5
+            while sessions(watcher) != 3:
+                assert time.monotonic() < ends_s
+                time.sleep(0.02)
+        finally:
+            os.kill(child, 9)
+
+
+def sessions(store: BlockingStore) -> object:
+    described = store.status(deadline=soon())["service"]
+    assert isinstance(described, dict)
+    return described["sessions"]
