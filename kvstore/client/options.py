@@ -17,7 +17,8 @@ class ClientOptions:
         token: Shown to the service; TCP services may ask for one.
         name: For people, in the service's status.
         num_data_connections: Connections that carry records; two keep one core of the service busy.
-        stall_timeout_s: A stage without answer and without further bytes for this long ends.
+        stall_timeout_s: A stage without answer and without further bytes for this long ends. Longer than the
+            service's own, whose answer brings what has arrived.
         hello_timeout_s: A connection that is not greeted by then is given up and tried again.
         dead_after_s: A service that answers nothing for this long is reconnected to.
         backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
@@ -28,7 +29,7 @@ class ClientOptions:
     token: str = ""
     name: str = ""
     num_data_connections: int = 2
-    stall_timeout_s: float = 0.3
+    stall_timeout_s: float = 0.6
     hello_timeout_s: float = 2.0
     dead_after_s: float = 5.0
     backoff_s: float = 0.05

@@ -13,7 +13,7 @@ from typing import Any
 from kvstore.client.embedded import default_directory, private_socket_path
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.service.private import AnotherRuns, log_to, only_service_of
+from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
 from kvstore.service.running import run_service
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
@@ -43,12 +43,15 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     )
 
 
-def serve_embedded(directory: Path, flags: Mapping[str, object]) -> None:
+def serve_embedded(
+    directory: Path, flags: Mapping[str, object], on_ready: Callable[[Server], None] | None = None
+) -> None:
     """Serve one directory privately: memory and files, on a socket inside it, as its only service.
 
     Args:
         directory: Everything is kept here.
         flags: Further settings; where it listens and keeps records is not among them.
+        on_ready: Called when it accepts.
 
     Raises:
         AnotherRuns: The directory has a service already.
@@ -57,7 +60,7 @@ def serve_embedded(directory: Path, flags: Mapping[str, object]) -> None:
     path = private_socket_path(directory)
     with only_service_of(directory, path):
         own = {"listen": f"unix:{path}", "hot": "memory:", "cold": f"file://{directory / 'records'}"}
-        serve_settings(load_settings({**flags, **own}))
+        serve_settings(load_settings({**flags, **own}), on_ready)
 
 
 def read_token(path: Path) -> str:
@@ -81,19 +84,25 @@ def read_token(path: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; returns the exit status: 0 for an ordinary end, 1 for a failure, 2 for a wrong argument."""
     given = vars(_parser().parse_args(arguments))
+    if not given.pop("detach"):
+        return _run(given, lambda: None)
+    tell = detach()
+    status = _run(given, lambda: tell(0))
+    tell(status)
+    return status
+
+
+def _run(given: dict[str, Any], on_ready: Callable[[], None]) -> int:
     embedded, directory, config = given.pop("embedded"), given.pop("directory"), given.pop("settings")
-    if given.pop("detach") and os.fork() > 0:
-        # An engine that ends kills all its descendants; the service outlives it and serves the next one.
-        return 0
     try:
         if embedded:
             directory = Path(os.path.abspath(directory or default_directory()))
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             log_to(directory / "service.log")
-            serve_embedded(directory, given)
+            serve_embedded(directory, given, lambda _: on_ready())
         else:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-            serve_settings(load_settings(given, config=config))
+            serve_settings(load_settings(given, config=config), lambda _: on_ready())
     except AnotherRuns as error:
         _log.info("%s", error)
     except InvalidRequest as error:
@@ -113,7 +122,7 @@ def _complain(error: Exception) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvstore.service", allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="be the private service of a directory")
-    parser.add_argument("--detach", action="store_true", help="go on in a process that nobody is the parent of")
+    parser.add_argument("--detach", action="store_true", help="when ready, go on in a process without parent")
     parser.add_argument("--directory", type=Path, help="of the private service")
     parser.add_argument("--settings", type=Path, help="TOML file")
     for name in Settings.model_fields:

@@ -1,4 +1,4 @@
-"""What is special about the private service of one directory: exactly one runs, and its log stays small."""
+"""What is special about the private service of one directory: exactly one runs, nobody's child, with a small log."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import logging
 import logging.handlers
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.listener import unix_accepts
 
-__all__ = ["AnotherRuns", "log_to", "only_service_of"]
+__all__ = ["AnotherRuns", "detach", "log_to", "only_service_of"]
 
 _LOCK_S = 15.0
 _POLL_S = 0.05
@@ -53,6 +53,29 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def detach() -> Callable[[int], None]:
+    """Go on in a child that has no parent once it has told its status; the calling process ends with that status then.
+
+    An engine that ends kills all its descendants: the service must outlive it, for the next one. Whoever started us
+    learns from the status whether that worked.
+
+    Returns:
+        Tells the status, 0 for "ready"; only the first time counts.
+    """
+    ours, theirs = os.pipe()
+    if os.fork() > 0:
+        os.close(theirs)
+        told = os.read(ours, 1)
+        os._exit(told[0] if told else 1)  # nothing was told: it died
+    os.close(ours)
+
+    def tell(status: int) -> None:
+        with suppress(BrokenPipeError):  # whoever waited was killed; that changes nothing for us
+            os.write(theirs, bytes([status]))
+
+    return tell
 
 
 def log_to(path: Path) -> None:

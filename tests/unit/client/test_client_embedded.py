@@ -67,6 +67,14 @@ def services(directory: Path) -> list[int]:
     return found
 
 
+def wait_for_services(directory: Path, pids: list[int]) -> None:
+    """Exactly these are left once the process that started the service has ended, which is when it is ready."""
+    ends_s = time.monotonic() + 2
+    while services(directory) != pids:
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
 def pid_of(store: BlockingStore) -> int:
     described = store.status(deadline=soon())["service"]
     assert isinstance(described, dict)
@@ -86,7 +94,7 @@ def test_racing_clients_start_one_service_that_ends_after_the_last_is_killed(opt
             assert client.stdout is not None
             pids.add(int(client.stdout.readline()))
         assert len(pids) == 1
-        assert services(options.directory) == list(pids)
+        wait_for_services(options.directory, list(pids))
         clients[0].kill()
         time.sleep(2 * IDLE_S)
         assert services(options.directory) == list(pids)  # two clients are left
@@ -140,7 +148,22 @@ def test_a_killed_service_is_started_again_by_its_clients(options: EmbeddedOptio
                     assert time.monotonic() < ends_s
                     time.sleep(0.02)
             assert second != first
-        assert services(options.directory) == [second]
+        wait_for_services(options.directory, [second])
+
+
+def test_the_service_is_nobodys_child(options: EmbeddedOptions) -> None:
+    """Its client is killed with all its descendants, as an engine does when it ends: the service is none of them."""
+    client = start_client(options.directory, 3.0)
+    try:
+        assert client.stdout is not None
+        pid = int(client.stdout.readline())
+        wait_for_services(options.directory, [pid])
+        assert os.getsid(pid) != os.getsid(client.pid)
+        parent = int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        assert parent not in {client.pid, os.getpid()}
+    finally:
+        client.kill()
+        client.communicate()
 
 
 def test_a_second_service_for_a_directory_ends_at_once(options: EmbeddedOptions) -> None:
@@ -158,17 +181,21 @@ def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path: Path) -> None:
     """A file stands where the directory should be: calls are `Unavailable`, and say where to look."""
     (tmp_path / "file").write_text("x")
     options = EmbeddedOptions(tmp_path / "file" / "e", idle_exit_s=IDLE_S)
-    with BlockingStore("embedded:", embedded=options) as store:
-        with pytest.raises(Unavailable, match="cannot start the private service"):
-            store.status(deadline=soon())
+    with (
+        BlockingStore("embedded:", embedded=options) as store,
+        pytest.raises(Unavailable, match="cannot start the private service"),
+    ):
+        store.status(deadline=soon())
 
 
 def test_a_service_that_cannot_start_names_its_log(tmp_path: Path) -> None:
     """The service refuses its settings: the client says where the reason stands, and it stands there."""
     options = EmbeddedOptions(tmp_path / "e", memory_bytes=-5, idle_exit_s=IDLE_S)
-    with BlockingStore("embedded:", embedded=options) as store:
-        with pytest.raises(Unavailable, match=r"log=.*service\.log"):
-            store.wait_ready(deadline=Deadline.after(3))
+    with (
+        BlockingStore("embedded:", embedded=options) as store,
+        pytest.raises(Unavailable, match=r"log=.*service\.log"),
+    ):
+        store.wait_ready(deadline=Deadline.after(3))
     assert "memory_bytes" in (tmp_path / "e" / "service.log").read_text()
 
 
