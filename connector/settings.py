@@ -39,7 +39,8 @@ class ConnectorSettings:
         disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
         lookup_timeout_ms: Longest wait for the answer whether anything is stored. Only this request waits, and only
             for a service that does not answer; 100 ms were too few for a busy two-core machine.
-        stall_timeout_ms: Fetching ends when no byte came for this long; what has come is used.
+        stall_timeout_ms: Fetching ends when no byte came for this long; what has come is used. Longer than
+            the service's own `stall_timeout_ms`, so that its answer with what has come is not missed.
         max_wait_ms: Longest wait for a fetch, however well it goes.
         audit_rate: Share of restored pages to recompute and compare. Not supported yet: only 0.
     """
@@ -54,7 +55,7 @@ class ConnectorSettings:
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     lookup_timeout_ms: int = 300
-    stall_timeout_ms: int = 300
+    stall_timeout_ms: int = 600
     max_wait_ms: int = 10_000
     audit_rate: int = 0
 

@@ -143,7 +143,7 @@ class Settings(BaseSettings):
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None
     lease_s: Seconds = 30.0
-    stall_timeout_ms: Millis = 300
+    stall_timeout_ms: Millis = 400
     fetch_timeout_ms: Millis = 5000
     write_back_bytes: Bytes = 256 << 20
     write_back_in_flight: Annotated[int, Field(ge=1, le=256)] = 4

@@ -38,7 +38,7 @@ class StoreLimits:
     stage_bytes: int = 512 * _MIB
     stage_records_in_flight: int = 16
     stage_bytes_in_flight: int = 64 * _MIB
-    stall_timeout_s: float = 0.3
+    stall_timeout_s: float = 0.4
     fetch_timeout_s: float = 5.0
     lease_s: float = 30.0
     leases_max: int = 4096
