@@ -1,4 +1,4 @@
-"""Where a service listens and where a client finds it: `unix:/path` or `tcp://host:port`. One grammar for both sides."""
+"""Where a service listens and a client finds it: `unix:/path` or `tcp://host:port`. One grammar for both sides."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_serve_has_a_flag_and_a_help_for_every_setting() -> None:
 
 
 def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
-    """`serve` says where, `status` shows it as table and JSON, a second `serve` there is refused, SIGTERM ends it well."""
+    """`serve` says where, `status` shows it, a second `serve` there is refused, SIGTERM ends it well."""
     url = f"unix:{tmp_path / 's'}"
     flags = ["--listen", url, "--cold", "memory:", "--memory-bytes", "16MiB"]
     with subprocess.Popen([*COMMAND, "serve", *flags], stderr=subprocess.PIPE, text=True) as service:
