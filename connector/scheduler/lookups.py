@@ -92,9 +92,10 @@ class Lookups:
         now = self._clock.monotonic_s()
         if state.fetch is not None:
             return self._poll_fetch(state, namespace, local_tokens, now)
-        in_time = self.may_wait(state)
         if state.lookup is None:
+            state.asked_s = now  # what it waited for the namespace is not the lookup's time
             self.start(state, namespace)
+        in_time = self.may_wait(state)
         lookup = state.lookup
         assert lookup is not None
         if not lookup.done():

@@ -20,7 +20,6 @@ from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
 from kvstore.format.record import Record, verify_payload
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
 __all__ = ["Loader"]
@@ -45,7 +44,6 @@ class Loader:
         pool: Threads for verifying and decoding.
         stall_s: A load fails when the service owes records and none came for this long.
         meters: Counters.
-        clock: Time.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class Loader:
         pool: CodecPool,
         stall_s: float,
         meters: Meters,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._bridge = bridge
         self._copier = copier
@@ -67,7 +64,6 @@ class Loader:
         self._pool = pool
         self._stall_s = stall_s
         self._meters = meters
-        self._clock = clock
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -119,7 +115,7 @@ class Loader:
             raise InternalError("the load could not be planned", request=job.request_id)
         pieces = [piece for piece in job.pieces if piece.key.slice in self._slices]
         room = asyncio.Semaphore(_IN_FLIGHT)
-        progress = _Progress(self._clock)
+        progress = _Progress()
         open_pieces = len(pieces)
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(progress.watch(self._stall_s))
@@ -173,24 +169,29 @@ class Loader:
 class _Progress:
     """Ends a load that the service does not answer. Records that came may take their time in the codec's threads."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._asked = 0
-        self._last_s = clock.monotonic_s()
+        self._answers = 0
 
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Around a call to the service."""
-        if self._asked == 0:
-            self._last_s = self._clock.monotonic_s()
         self._asked += 1
         try:
             yield
         finally:
             self._asked -= 1
-            self._last_s = self._clock.monotonic_s()
+            self._answers += 1
 
     async def watch(self, stall_s: float) -> None:
-        while self._asked == 0 or self._clock.monotonic_s() - self._last_s < stall_s:
+        """Raise when calls are open and none was answered for `stall_s`.
+
+        Counts its own waking up and not the clock, so that a loop that got no processor does not look like a service
+        that gave no answer.
+        """
+        waited_s, answers = 0.0, 0
+        while waited_s < stall_s:
             await asyncio.sleep(_WATCH_S)
+            is_open = self._asked > 0 and self._answers == answers
+            waited_s, answers = (waited_s + _WATCH_S if is_open else 0.0), self._answers
         raise Unavailable("no record came from the service for too long", stall_s=stall_s)
