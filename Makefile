@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt tools/environment.py
 	@touch $@
 
 test: $(STAMP) ## run the suite, real engines and real servers included (under 25 minutes on 2 cores)
-	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
 	KVSTORE_TEST_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["kvstore.testing.fixtures"]
 
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvstore")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `full`, and say so in the summary, unless `make test-full` asks for everything."""
+    if os.environ.get("KVSTORE_TEST_FULL") == "1":
+        return
+    full = [item for item in items if item.get_closest_marker("full") is not None]
+    if full:
+        items[:] = [item for item in items if item not in full]
+        config.hook.pytest_deselected(items=full)
