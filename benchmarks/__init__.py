@@ -1,1 +1,1 @@
-"""Figures of this machine, each beside a ceiling measured in the same run. See README.md."""
+"""How fast the store is, beside the ceilings of the machine it runs on. See README.md."""

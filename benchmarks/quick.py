@@ -1,233 +1,133 @@
-"""`make bench-quick`: codec, service, Redis and S3, each as a ratio to a ceiling of the same run. See README.md."""
+"""`python -m benchmarks.quick`: codec, service, Redis and S3, each beside a ceiling. See README.md."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import socket
+import argparse
+import signal
 import sys
-import tempfile
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import FrameType
 
-import numpy as np
-import uvloop
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.ceilings import best_rate, loopback_rate, memcpy_rate, socket_pair_rate
-from kvstore.api import Deadline
-from kvstore.client import connect
-from kvstore.codec import PLANES2, decode_into, encode, max_payload_bytes
-from kvstore.format.record import Record
-from kvstore.model.kinds import FullAttention
-from kvstore.model.layout import GroupLayout, Layout
-from kvstore.testing.prompts import Prompt
-from kvstore.testing.records import make_record
-from kvstore.testing.servers import ceph_rgw, redis_server
-from kvstore.testing.servers.process import ServerProcess
-from kvstore.tiers.base import Tier
+from benchmarks.codec import codec_rows, num_codec_rows
+from benchmarks.measure import Plan, Row, Say
+from benchmarks.report import as_line, as_table
+from benchmarks.sections import num_redis_rows, num_s3_rows, num_service_rows, redis_rows, s3_rows, service_rows
+from kvstore.errors import KVStoreError
+from kvstore.settings import parse_bytes
+from kvstore.testing.servers import CannotInstall
+from kvstore.testing.servers.process import ServerFailed
 
-PAGE_BYTES = 4 << 20
-NUM_PAGES = 16
-"""Pages of the codec rows: together larger than most caches, as pages are when an engine saves them."""
-RECORD_BYTES = 2 << 20
-NUM_RECORDS = 64
-IN_FLIGHT = 4
-RUNS = 3
+__all__ = ["main"]
 
+Section = tuple[Callable[[Plan, Say], list[Row]], Callable[[Plan], int]]
+SECTIONS: dict[str, Section] = {
+    "codec": (codec_rows, num_codec_rows),
+    "service": (service_rows, num_service_rows),
+    "redis": (redis_rows, num_redis_rows),
+    "s3": (s3_rows, num_s3_rows),
+}
+"""What measures a section's rows, and how many there will be."""
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One row: what ran, how fast, and beside which ceiling; `extra` holds what else was seen."""
-
-    name: str
-    gb_s: float
-    ceiling: str
-    ceiling_gb_s: float
-    ratio: float
-    extra: dict[str, float]
+SIZE_BYTES_MIN = 1024
+INTERRUPTED = 130
+LOG_COLUMNS = 150
 
 
-def figure(name: str, rate: float, ceiling: str, ceiling_rate: float, **extra: float) -> Figure:
-    return Figure(
-        name, round(rate / 1e9, 3), ceiling, round(ceiling_rate / 1e9, 3), round(rate / ceiling_rate, 3), extra
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and report; returns the exit status: 0, 1 where a section failed, 130 when interrupted."""
+    chosen = _parser().parse_args(arguments)
+    plan = Plan(chosen.sizes, chosen.in_flight, chosen.total_bytes, chosen.repetitions)
+    errors = Console(stderr=True)
+    previous = signal.signal(signal.SIGTERM, _as_interrupt)  # whatever ends us, our blocks end what they started
+    try:
+        rows, failures = _measure(chosen.only, plan, errors, quiet=chosen.json)
+    except KeyboardInterrupt:
+        errors.print("interrupted; everything that was started has ended")
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if not chosen.json:
+        console = Console()
+        if not console.is_terminal:  # a log file: nothing to wrap for
+            console.width = LOG_COLUMNS
+        console.print(as_table(rows))
+    for failure in failures:
+        errors.print(f"bench: {failure}", markup=False, highlight=False)
+    print(as_line(rows), flush=True)
+    return 1 if failures else 0
+
+
+def _measure(names: Sequence[str], plan: Plan, console: Console, *, quiet: bool) -> tuple[list[Row], list[str]]:
+    """Rows of all sections, and what went wrong in those that have none."""
+    rows: list[Row] = []
+    failures: list[str] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+        task = progress.add_task("", total=sum(SECTIONS[name][1](plan) for name in names))
+
+        for name in names:
+            num_before = len(rows)
+            said = 0
+
+            def say(text: str, num_before: int = num_before) -> None:
+                nonlocal said
+                progress.update(task, description=text, completed=num_before + max(said - 1, 0))
+                said += 1
+
+            try:
+                rows += SECTIONS[name][0](plan, say)
+            except (CannotInstall, ServerFailed, KVStoreError, OSError, RuntimeError) as error:
+                failures.append(f"{name}: {error}")
+    return rows, failures
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quick",
+        description="Measure the store, each figure beside a ceiling of this machine.",
     )
+    parser.add_argument(
+        "--only", type=_names, default=tuple(SECTIONS), metavar="NAMES", help=f"some of {','.join(SECTIONS)}"
+    )
+    parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=(1 << 20, 4 << 20), metavar="BYTES", help="of records, like 1MiB,4MiB"
+    )
+    parser.add_argument("--in-flight", type=_counts, default=(1, 4), metavar="COUNTS", help="calls at a time, like 1,4")
+    parser.add_argument("--total-bytes", type=parse_bytes, default=64 << 20, metavar="BYTES", help="moved in one turn")
+    parser.add_argument("--repetitions", type=_count, default=5, metavar="COUNT", help="turns of each row")
+    return parser
 
 
-def soon() -> Deadline:
-    return Deadline.after(60.0)
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := sorted(set(names) - set(SECTIONS)):
+        raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}: choose from {', '.join(SECTIONS)}")
+    return names
 
 
-def codec_figures() -> list[Figure]:
-    """One core, one page of numbers as attention keys have them."""
-    numbers = np.random.default_rng(5).standard_normal(PAGE_BYTES // 2).astype(np.float32)
-    page = (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # the upper half of a float32 is a bfloat16
-    target = bytearray(max_payload_bytes(len(page)))
-    encoded = encode(PLANES2, page, target)
-    payload = bytes(target[: encoded.payload_bytes])
-    back = bytearray(len(page))
-    decode_into(encoded.chain, payload, back)
-    if back != page:
-        raise RuntimeError("a page does not decode to itself")
-    shrunk = round(len(payload) / len(page), 3)
-    pages = [bytearray(page) for _ in range(NUM_PAGES)]
-    targets = [bytearray(len(target)) for _ in range(NUM_PAGES)]
-    payloads = [bytearray(payload) for _ in range(NUM_PAGES)]
-
-    def encode_all() -> None:
-        for source, into in zip(pages, targets, strict=True):
-            encode(PLANES2, source, into)
-
-    def decode_all() -> None:
-        for source, into in zip(payloads, pages, strict=True):
-            decode_into(encoded.chain, source, into)
-
-    ceiling = memcpy_rate(NUM_PAGES * PAGE_BYTES)
-    encoding = best_rate(encode_all, NUM_PAGES * PAGE_BYTES)
-    decoding = best_rate(decode_all, NUM_PAGES * PAGE_BYTES)
-    return [
-        figure("encode", encoding, "memcpy", ceiling, stored_share=shrunk),
-        figure("decode", decoding, "memcpy", ceiling, stored_share=shrunk),
-    ]
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(parse_bytes(part) for part in text.split(","))
+    if min(sizes) < SIZE_BYTES_MIN:
+        raise argparse.ArgumentTypeError(f"sizes are {SIZE_BYTES_MIN} bytes or more")
+    return sizes
 
 
-async def timed(calls: Sequence[Callable[[], Awaitable[Any]]]) -> float:
-    """Seconds for all calls, some of them in flight at a time."""
-    room = asyncio.Semaphore(IN_FLIGHT)
-
-    async def one(call: Callable[[], Awaitable[Any]]) -> None:
-        async with room:
-            await call()
-
-    started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for call in calls:
-            group.create_task(one(call))
-    return time.perf_counter() - started_s
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
 
 
-async def service_rates(url: str) -> tuple[float, float]:
-    """Bytes per second of saves into the service's memory, and of loads out of it."""
-    layout = Layout(64, (GroupLayout(FullAttention(), 2),))
-    saving, loading = [], []
-    store = connect(url)
-    try:
-        await store.wait_ready(deadline=soon())
-        for run in range(RUNS + 1):
-            prompt = Prompt(layout, f"run {run}", NUM_RECORDS // 2 * 64, step_tokens=64, payload_bytes=RECORD_BYTES)
-            await store.open_namespace(prompt.description, deadline=soon())
-            records = prompt.records()
-            saving.append(
-                await timed([lambda record=record: store.save(record, deadline=soon()) for record in records])
-            )
-            staged = await store.stage(prompt.query(), deadline=soon())
-            if len(staged.keys) != NUM_RECORDS or staged.lease is None:
-                raise RuntimeError(f"of {NUM_RECORDS} saved records {len(staged.keys)} can be loaded")
-            lease = staged.lease
-            loads = [lambda key=key, lease=lease: store.load(lease, key, deadline=soon()) for key in staged.keys]
-            loading.append(await timed(loads))
-            await store.release(lease)
-    finally:
-        await store.aclose()
-    num_bytes = NUM_RECORDS * RECORD_BYTES
-    return num_bytes / median(saving[1:]), num_bytes / median(loading[1:])
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError("counts are one or more")
+    return count
 
 
-def service_figures() -> list[Figure]:
-    """A client and `kvstore serve`, with its memory tier alone."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
-        path = Path(folder) / "kvstore.sock"
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{path}"]
-        command += ["--cold", "memory:", "--memory-bytes", "1GiB"]
-        env = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-        service = ServerProcess(command, Path(folder) / "service.log", env)
-        try:
-            service.start()
-            service.wait_ready(lambda: _accepts(path), 20.0)
-            put, get = uvloop.run(service_rates(f"unix:{path}"))
-        finally:
-            service.stop()
-    ceiling = socket_pair_rate(NUM_RECORDS * RECORD_BYTES)
-    return [
-        figure("service put", put, "raw unix socket", ceiling),
-        figure("service get", get, "raw unix socket", ceiling),
-    ]
-
-
-def _accepts(path: Path) -> bool:
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(str(path))
-        return True
-    return False
-
-
-async def get_rate(tier: Tier, records: Sequence[Record]) -> float:
-    """Bytes per second of verified reads from a tier that holds the records."""
-    try:
-        for record in records:
-            await tier.put(record, deadline=soon())
-        seconds = [
-            await timed([lambda record=record: _get(tier, record) for record in records]) for _ in range(RUNS + 1)
-        ]
-    finally:
-        await tier.aclose()
-    return len(records) * RECORD_BYTES / median(seconds[1:])
-
-
-async def _get(tier: Tier, record: Record) -> None:
-    if await tier.get(record.header.key, deadline=soon()) is None:
-        raise RuntimeError("a record that was put is not there")
-
-
-def tier_figures() -> list[Figure]:
-    """Redis and S3 as the service reads them."""
-    records = [make_record(number, RECORD_BYTES) for number in range(NUM_RECORDS)]
-    ceiling = loopback_rate(NUM_RECORDS * RECORD_BYTES)
-    with redis_server() as redis:
-        from_redis = uvloop.run(_redis_rate(redis.url, records))
-    with ceph_rgw() as rgw:
-        rgw.create_bucket("bench")
-        os.environ |= {"AWS_ACCESS_KEY_ID": rgw.access_key, "AWS_SECRET_ACCESS_KEY": rgw.secret_key}
-        from_s3 = uvloop.run(_s3_rate(rgw.endpoint_url, rgw.region, records))
-    return [
-        figure("redis get", from_redis, "raw tcp", ceiling),
-        figure("s3 get", from_s3, "raw tcp", ceiling),
-    ]
-
-
-async def _redis_rate(url: str, records: Sequence[Record]) -> float:
-    from kvstore.tiers.redis import RedisTier
-
-    return await get_rate(RedisTier.from_url(url), records)
-
-
-async def _s3_rate(endpoint_url: str, region: str, records: Sequence[Record]) -> float:
-    from kvstore.tiers.s3 import S3Tier
-
-    return await get_rate(await S3Tier.open("bench", "pages", endpoint_url=endpoint_url, region=region), records)
-
-
-def main() -> int:
-    console = Console(stderr=True)
-    figures: list[Figure] = []
-    for what, measure in (("codec", codec_figures), ("service", service_figures), ("Redis and S3", tier_figures)):
-        with console.status(f"measuring {what}"):
-            figures += measure()
-    table = Table(title="GB/s, and the share of what this machine can do")
-    for name in ("what", "GB/s", "ceiling", "GB/s", "ratio"):
-        table.add_column(name, justify="right" if name in ("GB/s", "ratio") else "left")
-    for row in figures:
-        table.add_row(row.name, f"{row.gb_s:.2f}", row.ceiling, f"{row.ceiling_gb_s:.2f}", f"{row.ratio:.2f}")
-    console.print(table)
-    print("BENCH " + json.dumps([asdict(row) for row in figures]), flush=True)
-    return 0
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

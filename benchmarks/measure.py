@@ -1,0 +1,142 @@
+"""What a row of the benchmark is, and how it comes about: work and ceiling in turn, medians of both."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Ceiling", "Plan", "Row", "Say", "Work", "measure", "windowed"]
+
+GB = 1e9
+
+Say = Callable[[str], None]
+"""Told of each row before it is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        sizes: Bytes of pages and records.
+        in_flights: Calls at a time, for stores.
+        total_bytes: What one repetition moves, in whole records.
+        repetitions: Timed ones; one more goes before them untimed.
+    """
+
+    sizes: tuple[int, ...]
+    in_flights: tuple[int, ...]
+    total_bytes: int
+    repetitions: int
+
+    def num_pages(self, size_bytes: int) -> int:
+        return max(self.total_bytes // size_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What the machine does with the same bytes: its name for people, and the call that moves them once."""
+
+    name: str
+    run: Callable[[], None]
+
+
+class Work(ABC):
+    """What is measured: `run` is timed, what stands around it is not."""
+
+    async def before(self) -> None:  # noqa: B027 - most need nothing
+        """Prepare one repetition."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Move all bytes once."""
+
+    async def after(self) -> None:  # noqa: B027 - most need nothing
+        """Check what `run` did and make room for the next repetition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure beside its ceiling.
+
+    Attributes:
+        what: What was done.
+        size_bytes: Bytes of each page or record.
+        in_flight: Calls at a time.
+        gb_s: Median, in 10^9 bytes a second.
+        ceiling: What it is compared with.
+        ceiling_gb_s: Median of the same bytes' ceiling, measured in turn with `gb_s`.
+        cpu_s_per_gb: Median processor seconds of this process, all threads, user and system.
+    """
+
+    what: str
+    size_bytes: int
+    in_flight: int
+    gb_s: float
+    ceiling: str
+    ceiling_gb_s: float
+    cpu_s_per_gb: float
+
+    @property
+    def ratio(self) -> float:
+        return self.gb_s / self.ceiling_gb_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "size_bytes": self.size_bytes,
+            "in_flight": self.in_flight,
+            "gb_s": round(self.gb_s, 4),
+            "ceiling": self.ceiling,
+            "ceiling_gb_s": round(self.ceiling_gb_s, 4),
+            "ratio": round(self.ratio, 4),
+            "cpu_s_per_gb": round(self.cpu_s_per_gb, 4),
+        }
+
+
+async def measure(
+    what: str, work: Work, ceiling: Ceiling, *, size_bytes: int, num_bytes: int, in_flight: int, repetitions: int
+) -> Row:
+    """Run ceiling and work in turn, so that whatever else the machine does meets both alike; the first turn is free.
+
+    Args:
+        what: Name of the row.
+        work: Moves `num_bytes` in each run.
+        ceiling: Moves as many.
+        size_bytes: Of one page or record.
+        num_bytes: Of all of them.
+        in_flight: Calls at a time, as `work` was told.
+        repetitions: Timed turns, at least one.
+    """
+    rates, ceiling_rates, costs = [], [], []
+    for turn in range(1 + repetitions):
+        started_s = time.perf_counter()
+        ceiling.run()
+        ceiling_s = time.perf_counter() - started_s
+        await work.before()
+        cpu_s, started_s = time.process_time(), time.perf_counter()
+        await work.run()
+        work_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        await work.after()
+        if turn > 0:
+            ceiling_rates.append(num_bytes / GB / ceiling_s)
+            rates.append(num_bytes / GB / work_s)
+            costs.append(cpu_s / (num_bytes / GB))
+    median = statistics.median
+    return Row(what, size_bytes, in_flight, median(rates), ceiling.name, median(ceiling_rates), median(costs))
+
+
+async def windowed(calls: Iterable[Callable[[], Awaitable[None]]], in_flight: int) -> None:
+    """Make all calls, `in_flight` at a time; the first failure is raised."""
+
+    async def make(remaining: Iterator[Callable[[], Awaitable[None]]]) -> None:
+        for call in remaining:
+            await call()
+
+    remaining = iter(calls)
+    await asyncio.gather(*(make(remaining) for _ in range(in_flight)))

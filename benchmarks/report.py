@@ -1,0 +1,39 @@
+"""What the benchmark tells: a table for people, one line for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from benchmarks.measure import Row
+
+__all__ = ["as_line", "as_table"]
+
+
+def as_line(rows: Sequence[Row]) -> str:
+    """The last line."""
+    return "BENCH " + json.dumps([row.as_json() for row in rows])
+
+
+def as_table(rows: Sequence[Row]) -> Table:
+    table = Table(title="each figure beside a ceiling of the same minute")
+    for name in ("what", "size", "in flight", "GB/s", "ceiling", "its GB/s", "ratio", "CPU s/GB"):
+        table.add_column(name, justify="left" if name in ("what", "ceiling") else "right")
+    for row in rows:
+        table.add_row(
+            row.what,
+            _size(row.size_bytes),
+            str(row.in_flight),
+            f"{row.gb_s:.2f}",
+            row.ceiling,
+            f"{row.ceiling_gb_s:.2f}",
+            f"{row.ratio:.2f}",
+            f"{row.cpu_s_per_gb:.2f}",
+        )
+    return table
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.2f} MiB" if size_bytes >= 1 << 18 else f"{size_bytes:,} B"

@@ -1,0 +1,213 @@
+"""The clients that are measured, in one shape: the service's, our tiers', redis-py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+
+from benchmarks.ceilings import Peer
+from benchmarks.measure import Plan, Row, Say, Work, measure, windowed
+from benchmarks.pages import Batch, RecordPages
+from kvstore.api import PageStore, SaveOutcome
+from kvstore.format.names import format_name
+from kvstore.format.record import Record, open_record
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import PutOutcome, Tier
+
+__all__ = ["RedisPy", "Service", "Store", "TierStore", "store_rows"]
+
+_DEADLINE_S = 30.0
+
+
+class Store(ABC):
+    """Moves one batch of records at a time.
+
+    Attributes:
+        name: What its rows are called.
+    """
+
+    name: str
+
+    @abstractmethod
+    async def put(self, record: Record) -> None:
+        """Store one record.
+
+        Raises:
+            RuntimeError: It was not stored.
+        """
+
+    @abstractmethod
+    async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
+        """Every record of a batch that was put; those of ours stand in `targets`."""
+
+    @abstractmethod
+    async def forget(self, batch: Batch) -> None:
+        """Make room again where a store does not by itself."""
+
+
+class Service(Store):
+    """A running service with a memory tier, which makes room by itself."""
+
+    name = "service"
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+
+    async def put(self, record: Record) -> None:
+        outcome = await self._store.save(record, deadline=_soon())
+        if outcome is not SaveOutcome.STORED:
+            raise RuntimeError(f"the service did not store a record: {outcome.value}")
+
+    async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
+        staged = await self._store.stage(batch.query, deadline=_soon())
+        lease = staged.lease
+        if lease is None or len(staged.keys) != len(batch.records):
+            raise RuntimeError(f"the service staged {len(staged.keys)} records of {len(batch.records)}")
+        received: dict[bytes, memoryview] = {}
+
+        def load(record: Record, target: memoryview) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:
+                loaded = await self._store.load(lease, record.key, deadline=_soon(), allocate=_into(target))
+                received[record.key.prefix] = loaded.data
+
+            return call
+
+        await windowed(map(load, batch.records, targets), in_flight)
+        await self._store.release(lease)
+        return [received[record.key.prefix] for record in batch.records]
+
+    async def forget(self, batch: Batch) -> None:
+        pass
+
+
+class TierStore(Store):
+    """One of our tiers, without the guard and the store around it."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.name = tier.name
+        self._tier = tier
+
+    async def put(self, record: Record) -> None:
+        outcome = await self._tier.put(record, deadline=_soon())
+        if outcome is not PutOutcome.STORED:
+            raise RuntimeError(f"{self.name} did not store a record: {outcome.value}")
+
+    async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
+        received: dict[bytes, memoryview] = {}
+
+        def get(record: Record, target: memoryview) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:
+                stored = await self._tier.get(record.key, deadline=_soon(), allocate=_into(target))
+                if stored is None:
+                    raise RuntimeError(f"{self.name} lost a record")
+                received[record.key.prefix] = stored.data
+
+            return call
+
+        await windowed(map(get, batch.records, targets), in_flight)
+        return [received[record.key.prefix] for record in batch.records]
+
+    async def forget(self, batch: Batch) -> None:
+        for record in batch.records:
+            await self._tier.delete(record.key, deadline=_soon())
+
+
+class RedisPy(Store):
+    """The general Redis client, with hiredis where that is installed: the same records under the same names."""
+
+    name = "redis-py"
+
+    def __init__(self, client: object) -> None:
+        self._client = client
+
+    async def put(self, record: Record) -> None:
+        if not await self._client.set(format_name(record.key), record.data, nx=True):
+            raise RuntimeError("redis-py did not store a record")
+
+    async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
+        received: dict[bytes, memoryview] = {}
+
+        def get(record: Record) -> Callable[[], Awaitable[None]]:
+            async def call() -> None:
+                received[record.key.prefix] = memoryview(await self._client.get(format_name(record.key)))
+
+            return call
+
+        await windowed(map(get, batch.records), in_flight)
+        return [received[record.key.prefix] for record in batch.records]
+
+    async def forget(self, batch: Batch) -> None:
+        await self._client.delete(*(format_name(record.key) for record in batch.records))
+
+
+async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say) -> list[Row]:
+    """A row for put and one for get, for each size and number of calls in flight."""
+    rows = []
+    for size_bytes in plan.sizes:
+        pages = RecordPages(size_bytes, plan.num_pages(size_bytes))
+        for in_flight in plan.in_flights:
+            works = (("put", _Put, peer.puts(pages.sources)), ("get", _Get, peer.gets(pages.targets)))
+            for verb, kind, ceiling in works:
+                say(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
+                work = kind(store, pages, in_flight)
+                row = await measure(
+                    f"{store.name} {verb}",
+                    work,
+                    ceiling,
+                    size_bytes=pages.record_bytes,
+                    num_bytes=pages.num_bytes,
+                    in_flight=in_flight,
+                    repetitions=plan.repetitions,
+                )
+                rows.append(row)
+    return rows
+
+
+class _Put(Work):
+    def __init__(self, store: Store, pages: RecordPages, in_flight: int) -> None:
+        self.store = store
+        self.pages = pages
+        self.in_flight = in_flight
+        self.batch = pages.batch()
+
+    async def before(self) -> None:
+        self.batch = self.pages.batch()
+
+    async def run(self) -> None:
+        await windowed((lambda record=record: self.store.put(record) for record in self.batch.records), self.in_flight)
+
+    async def after(self) -> None:
+        await self.store.forget(self.batch)
+
+
+class _Get(Work):
+    """Each turn gets a batch that the same turn put, so that nobody's memory of the turn before helps."""
+
+    def __init__(self, store: Store, pages: RecordPages, in_flight: int) -> None:
+        self.store = store
+        self.pages = pages
+        self.in_flight = in_flight
+        self.batch = pages.batch()
+        self.received: list[memoryview] = []
+
+    async def before(self) -> None:
+        self.batch = self.pages.batch()
+        for record in self.batch.records:
+            await self.store.put(record)
+
+    async def run(self) -> None:
+        self.received = await self.store.get_all(self.batch, self.pages.targets, self.in_flight)
+
+    async def after(self) -> None:
+        for record, data in zip(self.batch.records, self.received, strict=True):
+            open_record(data, record.key)
+        self.received = []
+        await self.store.forget(self.batch)
+
+
+def _into(target: memoryview) -> Callable[[int], memoryview]:
+    return lambda num_bytes: target[:num_bytes]
+
+
+def _soon() -> Deadline:
+    return Deadline.after(_DEADLINE_S)
