@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from benchmarks.ceilings import memcpy
-from benchmarks.measure import Plan, Row, Say, Work, measure
+from benchmarks.measure import Listener, Plan, Row, Work, measure
 from benchmarks.pages import RecordPages, bf16_page
 from kvstore.codec import PLANES2, Encoded, decode_into, encode, max_payload_bytes
 from kvstore.format.record import verify_payload
@@ -28,16 +28,17 @@ def num_codec_rows(plan: Plan) -> int:
     return 3
 
 
-def codec_rows(plan: Plan, say: Say) -> list[Row]:
+def codec_rows(plan: Plan, listener: Listener) -> list[Row]:
     """Pages of the plan's largest size.
 
     Raises:
         RuntimeError: What was decoded is not what was encoded.
     """
-    return asyncio.run(_rows(max(plan.sizes), plan, say))
+    return asyncio.run(_rows(max(plan.sizes), plan, listener))
 
 
-async def _rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
+async def _rows(size_bytes: int, plan: Plan, listener: Listener) -> list[Row]:
+    listener.preparing("codec: making pages")
     num_pages = plan.num_pages(size_bytes)
     pages = [bytearray(bf16_page(size_bytes, seed=seed)) for seed in range(num_pages)]
     payloads = [memoryview(bytearray(b"\1") * max_payload_bytes(size_bytes)) for _ in range(num_pages)]
@@ -52,7 +53,7 @@ async def _rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
             decode_into(encoded.chain, payload[: encoded.payload_bytes], target)
 
     async def row(what: str, call: Callable[[], None], ceiling_targets: list[memoryview]) -> Row:
-        say(f"codec: {what}")
+        listener.measuring(f"codec: {what}")
         ceiling = memcpy(pages, ceiling_targets)
         num_bytes = size_bytes * num_pages
         return await measure(
@@ -70,11 +71,11 @@ async def _rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
     rows.append(await row("codec decode", decode_all, copied))
     if any(target != page for target, page in zip(decoded, pages, strict=True)):
         raise RuntimeError("decoding did not give back what was encoded")
-    return [*rows, await _verify_row(size_bytes, plan, say)]
+    return [*rows, await _verify_row(size_bytes, plan, listener)]
 
 
-async def _verify_row(size_bytes: int, plan: Plan, say: Say) -> Row:
-    say("codec: verify")
+async def _verify_row(size_bytes: int, plan: Plan, listener: Listener) -> Row:
+    listener.measuring("codec: verify")
     pages = RecordPages(size_bytes, plan.num_pages(size_bytes))
     records = pages.batch().records
 

@@ -8,14 +8,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Ceiling", "Plan", "Row", "Say", "Work", "measure", "windowed"]
+__all__ = ["Ceiling", "Listener", "Plan", "Row", "Work", "measure", "windowed"]
 
 GB = 1e9
 
-Say = Callable[[str], None]
-"""Told of each row before it is measured."""
+
+class Listener(Protocol):
+    """Whoever shows how far the run is."""
+
+    def preparing(self, text: str) -> None:
+        """Told of what precedes rows."""
+
+    def measuring(self, text: str) -> None:
+        """Told of each row before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,7 @@ async def measure(
         await work.run()
         work_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         await work.after()
+        await asyncio.sleep(0)  # work that never waits would let nobody interrupt it
         if turn > 0:
             ceiling_rates.append(num_bytes / GB / ceiling_s)
             rates.append(num_bytes / GB / work_s)

@@ -35,7 +35,8 @@ def bf16_page(size_bytes: int, *, seed: int) -> npt.NDArray[np.uint8]:
     values = generator.standard_normal((num_rows, _CHANNELS), dtype=np.float32) * scales
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
-    return rounded.astype("<u2").reshape(-1).view(np.uint8)[:size_bytes].copy()
+    page: npt.NDArray[np.uint8] = rounded.astype("<u2").reshape(-1).view(np.uint8)
+    return page[:size_bytes].copy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.codec import codec_rows, num_codec_rows
-from benchmarks.measure import Plan, Row, Say
+from benchmarks.measure import Listener, Plan, Row
 from benchmarks.report import as_line, as_table
 from benchmarks.sections import num_redis_rows, num_s3_rows, num_service_rows, redis_rows, s3_rows, service_rows
 from kvstore.errors import KVStoreError
@@ -22,7 +22,7 @@ from kvstore.testing.servers.process import ServerFailed
 
 __all__ = ["main"]
 
-Section = tuple[Callable[[Plan, Say], list[Row]], Callable[[Plan], int]]
+Section = tuple[Callable[[Plan, Listener], list[Row]], Callable[[Plan], int]]
 SECTIONS: dict[str, Section] = {
     "codec": (codec_rows, num_codec_rows),
     "service": (service_rows, num_service_rows),
@@ -66,22 +66,29 @@ def _measure(names: Sequence[str], plan: Plan, console: Console, *, quiet: bool)
     failures: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
-        task = progress.add_task("", total=sum(SECTIONS[name][1](plan) for name in names))
-
+        bar = _Bar(progress, sum(SECTIONS[name][1](plan) for name in names))
         for name in names:
-            num_before = len(rows)
-            said = 0
-
-            def say(text: str, num_before: int = num_before) -> None:
-                nonlocal said
-                progress.update(task, description=text, completed=num_before + max(said - 1, 0))
-                said += 1
-
             try:
-                rows += SECTIONS[name][0](plan, say)
+                rows += SECTIONS[name][0](plan, bar)
             except (CannotInstall, ServerFailed, KVStoreError, OSError, RuntimeError) as error:
                 failures.append(f"{name}: {error}")
     return rows, failures
+
+
+class _Bar:
+    """A `Listener`."""
+
+    def __init__(self, progress: Progress, num_rows: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=num_rows)
+        self._num_begun = 0
+
+    def preparing(self, text: str) -> None:
+        self._progress.update(self._task, description=text, completed=self._num_begun)
+
+    def measuring(self, text: str) -> None:
+        self._progress.update(self._task, description=text, completed=self._num_begun)
+        self._num_begun += 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,9 +14,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.ceilings import Peer, tcp_peer, unix_peer
-from benchmarks.measure import Plan, Row, Say
+from benchmarks.measure import Listener, Plan, Row
 from benchmarks.pages import benchmark_namespace
-from benchmarks.stores import RedisPy, Service, TierStore, store_rows
+from benchmarks.stores import RedisPy, Service, TierStore, fill, store_rows
 from kvstore.client import connect
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import CephRgw, RedisServer, ceph_rgw, redis_server
@@ -26,7 +26,7 @@ __all__ = ["num_redis_rows", "num_s3_rows", "num_service_rows", "redis_rows", "s
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BUCKET = "kvstore-benchmark"
-_MEMORY = "1GiB"
+_MEMORY_BYTES_MIN = 512 << 20
 _START_S = 20.0
 
 
@@ -34,19 +34,23 @@ def num_service_rows(plan: Plan) -> int:
     return 2 * len(plan.sizes) * len(plan.in_flights)
 
 
-def service_rows(plan: Plan, say: Say) -> list[Row]:
+def service_rows(plan: Plan, listener: Listener) -> list[Row]:
     """A client and `kvstore serve` over a Unix socket."""
-    say("service: starting it")
-    with _folder() as folder, unix_peer(folder) as peer, _service(folder) as url:
-        return uvloop.run(_service_rows(url, peer, plan, say))
+    listener.preparing("service: starting it")
+    memory_bytes = max(_MEMORY_BYTES_MIN, 4 * plan.total_bytes)
+    with _folder() as folder, unix_peer(folder) as peer, _service(folder, memory_bytes) as url:
+        return uvloop.run(_service_rows(url, peer, memory_bytes, plan, listener))
 
 
-async def _service_rows(url: str, peer: Peer, plan: Plan, say: Say) -> list[Row]:
+async def _service_rows(url: str, peer: Peer, memory_bytes: int, plan: Plan, listener: Listener) -> list[Row]:
     store = connect(url)
     try:
         await store.wait_ready(deadline=Deadline.after(_START_S))
         await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(_START_S))
-        return await store_rows(Service(store), peer, plan, say)
+        service = Service(store)
+        listener.preparing("service: filling its memory")  # a cache is full all its life but the first minutes
+        await fill(service, max(plan.sizes), memory_bytes)
+        return await store_rows(service, peer, plan, listener)
     finally:
         await store.aclose()
 
@@ -55,41 +59,41 @@ def num_redis_rows(plan: Plan) -> int:
     return 4 * len(plan.sizes) * len(plan.in_flights)
 
 
-def redis_rows(plan: Plan, say: Say) -> list[Row]:
+def redis_rows(plan: Plan, listener: Listener) -> list[Row]:
     """Our tier, and redis-py beside it, on a real Redis."""
-    say("redis: starting it")
+    listener.preparing("redis: starting it")
     with _folder() as folder, tcp_peer(folder) as peer, redis_server() as server:
-        return uvloop.run(_redis_rows(server, peer, plan, say))
+        return uvloop.run(_redis_rows(server, peer, plan, listener))
 
 
-async def _redis_rows(server: RedisServer, peer: Peer, plan: Plan, say: Say) -> list[Row]:
+async def _redis_rows(server: RedisServer, peer: Peer, plan: Plan, listener: Listener) -> list[Row]:
     from redis.asyncio import Redis
 
     from kvstore.tiers.redis import RedisTier
 
     tier = RedisTier.from_url(server.url)
     try:
-        rows = await store_rows(TierStore(tier), peer, plan, say)
+        rows = await store_rows(TierStore(tier), peer, plan, listener)
     finally:
         await tier.aclose()
     async with Redis.from_url(server.url) as client:
-        return rows + await store_rows(RedisPy(client), peer, plan, say)
+        return rows + await store_rows(RedisPy(client), peer, plan, listener)
 
 
 def num_s3_rows(plan: Plan) -> int:
     return 2
 
 
-def s3_rows(plan: Plan, say: Say) -> list[Row]:
+def s3_rows(plan: Plan, listener: Listener) -> list[Row]:
     """Our tier on a real Ceph RGW; the largest records and the most in flight only, it is the slowest by far."""
-    say("s3: starting a Ceph gateway")
+    listener.preparing("s3: starting a Ceph gateway")
     plan = replace(plan, sizes=(max(plan.sizes),), in_flights=(max(plan.in_flights),))
     with _folder() as folder, tcp_peer(folder) as peer, ceph_rgw() as server:
         server.create_bucket(_BUCKET)
-        return uvloop.run(_s3_rows(server, peer, plan, say))
+        return uvloop.run(_s3_rows(server, peer, plan, listener))
 
 
-async def _s3_rows(server: CephRgw, peer: Peer, plan: Plan, say: Say) -> list[Row]:
+async def _s3_rows(server: CephRgw, peer: Peer, plan: Plan, listener: Listener) -> list[Row]:
     from kvstore.tiers.s3 import S3Tier
 
     tier = await S3Tier.open(
@@ -101,7 +105,7 @@ async def _s3_rows(server: CephRgw, peer: Peer, plan: Plan, say: Say) -> list[Ro
         secret_key=server.secret_key,
     )
     try:
-        return await store_rows(TierStore(tier), peer, plan, say)
+        return await store_rows(TierStore(tier), peer, plan, listener)
     finally:
         await tier.aclose()
 
@@ -113,11 +117,11 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _service(folder: Path) -> Iterator[str]:
+def _service(folder: Path, memory_bytes: int) -> Iterator[str]:
     """`kvstore serve` with its memory tier alone; ends with the block."""
     path = folder / "kvstore.sock"
     command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{path}"]
-    command += ["--memory-bytes", _MEMORY, "--hot", "memory:", "--cold", "memory:"]
+    command += ["--memory-bytes", str(memory_bytes), "--hot", "memory:", "--cold", "memory:"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
     env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder)}
     process = ServerProcess(command, folder / "service.log", env)

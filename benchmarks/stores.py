@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from benchmarks.ceilings import Peer
-from benchmarks.measure import Plan, Row, Say, Work, measure, windowed
+from benchmarks.measure import Listener, Plan, Row, Work, measure, windowed
 from benchmarks.pages import Batch, RecordPages
 from kvstore.api import PageStore, SaveOutcome
 from kvstore.format.names import format_name
@@ -14,7 +17,10 @@ from kvstore.format.record import Record, open_record
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome, Tier
 
-__all__ = ["RedisPy", "Service", "Store", "TierStore", "store_rows"]
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+__all__ = ["RedisPy", "Service", "Store", "TierStore", "fill", "store_rows"]
 
 _DEADLINE_S = 30.0
 
@@ -117,7 +123,7 @@ class RedisPy(Store):
 
     name = "redis-py"
 
-    def __init__(self, client: object) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client = client
 
     async def put(self, record: Record) -> None:
@@ -140,7 +146,14 @@ class RedisPy(Store):
         await self._client.delete(*(format_name(record.key) for record in batch.records))
 
 
-async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say) -> list[Row]:
+async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
+    """Put at least `num_bytes` that nobody will ask for."""
+    pages = RecordPages(size_bytes, 1)
+    for _ in range(-(-num_bytes // pages.num_bytes)):
+        await store.put(pages.batch().records[0])
+
+
+async def store_rows(store: Store, peer: Peer, plan: Plan, listener: Listener) -> list[Row]:
     """A row for put and one for get, for each size and number of calls in flight."""
     rows = []
     for size_bytes in plan.sizes:
@@ -148,7 +161,7 @@ async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say) -> list[Row
         for in_flight in plan.in_flights:
             works = (("put", _Put, peer.puts(pages.sources)), ("get", _Get, peer.gets(pages.targets)))
             for verb, kind, ceiling in works:
-                say(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
+                listener.measuring(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
                 work = kind(store, pages, in_flight)
                 row = await measure(
                     f"{store.name} {verb}",
@@ -174,7 +187,7 @@ class _Put(Work):
         self.batch = self.pages.batch()
 
     async def run(self) -> None:
-        await windowed((lambda record=record: self.store.put(record) for record in self.batch.records), self.in_flight)
+        await windowed((partial(self.store.put, record) for record in self.batch.records), self.in_flight)
 
     async def after(self) -> None:
         await self.store.forget(self.batch)
