@@ -134,7 +134,7 @@ def _count(text: str) -> int:
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # the event loop hears that one as a cancellation, in an orderly way
 
 
 if __name__ == "__main__":

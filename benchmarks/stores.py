@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -135,7 +134,10 @@ class RedisPy(Store):
 
         def get(record: Record) -> Callable[[], Awaitable[None]]:
             async def call() -> None:
-                received[record.key.prefix] = memoryview(await self._client.get(format_name(record.key)))
+                value = await self._client.get(format_name(record.key))
+                if not isinstance(value, bytes):
+                    raise RuntimeError("redis-py lost a record")
+                received[record.key.prefix] = memoryview(value)
 
             return call
 
