@@ -171,7 +171,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
-        return _StepMetadata(self.scheduler_side.plan_step(_step_facts(scheduler_output)))
+        metadata = _StepMetadata(self.scheduler_side.plan_step(_step_facts(scheduler_output)))
+        if not metadata.jobs.computes:
+            self.scheduler_side.wait_in_empty_step()
+        return metadata
 
     @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:
@@ -234,7 +237,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker_side is None:
             return KVConnectorTransferResults()
-        finished, failed = self.worker_side.take_results()
+        finished, failed = self.worker_side.take_results(computes=self._jobs().computes)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     @_guarded()

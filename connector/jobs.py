@@ -67,10 +67,17 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class StepJobs:
-    """The work of one engine step; never changed once built, since ranks of one process get it by reference."""
+    """The work of one engine step; never changed once built, since ranks of one process get it by reference.
+
+    Attributes:
+        loads: Requests to load for.
+        saves: Pages to save, final after this step's forward.
+        computes: Whether the step has a forward at all.
+    """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
+    computes: bool = True
 
 
 @dataclass(slots=True)

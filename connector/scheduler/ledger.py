@@ -81,6 +81,11 @@ class RequestState:
             self.present = {boundary.tokens: groups for boundary, groups in bits}
 
     @property
+    def is_asking(self) -> bool:
+        """Whether vLLM was told to ask again for this request."""
+        return self.asked_s is not None and not self.closed and self.loading is None
+
+    @property
     def is_hashed(self) -> bool:
         hashed = self.hashed
         return hashed is not None and hashed.done() and not hashed.cancelled() and hashed.exception() is None

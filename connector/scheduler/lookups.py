@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -54,6 +55,8 @@ class Lookups:
         self._step_tokens = step_tokens
         self._meters = meters
         self._clock = clock
+        self.answered = threading.Event()
+        """Set when an answer came that vLLM's next question would get."""
 
     def start(self, state: RequestState, namespace: NamespaceId) -> None:
         """Hash the prompt and look it up, in the background."""
@@ -75,6 +78,7 @@ class Lookups:
             return await store.lookup(query, deadline=Deadline.after(timeout_s))
 
         state.lookup = self._bridge.submit(look_up)
+        state.lookup.add_done_callback(lambda _: self.answered.set())
 
     def may_wait(self, state: RequestState) -> bool:
         """Whether the time that a request gives to the question "is anything there?" is not over yet."""
@@ -101,15 +105,13 @@ class Lookups:
         if not lookup.done():
             if in_time:
                 return None
-            self._meters.add("connector_lookup_timeouts")
-            return self._give_up(state)
+            return self._give_up(state, "lookup_timeout")
         answer = result_or_none(lookup)
         if answer is None:
-            self._meters.add("connector_lookup_failures")
-            return self._give_up(state)
+            return self._give_up(state, "lookup_failed")
         state.learn_presence()
         if answer.resume_tokens <= local_tokens:
-            return self._give_up(state)
+            return self._give_up(state, "nothing_stored")
         self._fetch(state, namespace, local_tokens, now)
         return None
 
@@ -126,6 +128,7 @@ class Lookups:
             return staged
 
         fetch.future = self._bridge.submit(stage)
+        fetch.future.add_done_callback(lambda _: self.answered.set())
         state.fetch = fetch
 
     def _poll_fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> int | None:
@@ -135,13 +138,10 @@ class Lookups:
             # the stage call ends by itself when nothing comes any more; this is the ceiling above it
             if now - fetch.started_s < self._settings.max_wait_ms / 1000 + 1.0:
                 return None
-            self._meters.add("connector_stage_timeouts")
-            return self._give_up(state)
+            return self._give_up(state, "stage_timeout")
         staged = result_or_none(fetch.future)
         if staged is None or staged.lease is None or staged.resume_tokens <= local_tokens:
-            if staged is None:
-                self._meters.add("connector_stage_failures")
-            return self._give_up(state)
+            return self._give_up(state, "stage_failed" if staged is None else "nothing_staged")
         if local_tokens < fetch.query.local_tokens:
             # vLLM evicted blocks that it had when we fetched: what lies below is not staged, start over
             self.drop_fetch(state)
@@ -163,7 +163,9 @@ class Lookups:
 
         self._submit_quietly(renew)
 
-    def _give_up(self, state: RequestState) -> int:
+    def _give_up(self, state: RequestState, reason: str) -> int:
+        self._meters.add("connector_misses", reason=reason)
+        _log.debug("kvstore: no hit: %s request=%s", reason, state.request_id)
         self.drop_fetch(state)
         state.closed = True
         return 0

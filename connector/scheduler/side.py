@@ -31,6 +31,7 @@ __all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_RETRY_S = 0.5
+_EMPTY_STEP_S = 0.005
 
 
 @dataclass(slots=True)
@@ -162,6 +163,16 @@ class SchedulerSide:
                 self._refuse(f"rank {rank}: {refusal}")
         self._ranks_proven = len(refusals) == expected_ranks and self._refused is None
 
+    def wait_in_empty_step(self) -> None:
+        """Let others run, for 5 ms or until an answer comes, in a step that computes nothing while requests ask.
+
+        vLLM steps on while a request waits, and a step without work is an exchange of messages between spinning
+        processes: on few cores it keeps the very threads and the service from running that the request waits for.
+        """
+        if any(state.is_asking for state in self.ledger):
+            self._lookups.answered.wait(_EMPTY_STEP_S)
+        self._lookups.answered.clear()
+
     @property
     def is_ready(self) -> bool:
         return self._namespace is not None and self._ranks_proven and self._refused is None
@@ -266,7 +277,7 @@ class SchedulerSide:
             raise
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
-        return StepJobs(loads, tuple(saves))
+        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens))
 
     def _plan_saves(self, state: RequestState, final_tokens: int, tables: Sequence[Sequence[int]]) -> list[SaveJob]:
         if state.chain is None or state.save_stopped or len(state.prompt) < self._shape.block_tokens:

@@ -65,6 +65,8 @@ class Loader:
         self._stall_s = stall_s
         self._meters = meters
         self._lock = threading.Lock()
+        self._reported = threading.Condition(self._lock)
+        self._num_open = 0
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._scratch = threading.local()
@@ -74,14 +76,22 @@ class Loader:
     def load(self, jobs: Sequence[LoadJob]) -> None:
         """Start loading; returns at once."""
         for job in jobs:
+            with self._lock:
+                self._num_open += 1
             try:
                 self._bridge.submit(partial(self._run, job))
             except KVStoreError:
                 self._report(job.request_id, failed=True)
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        """Requests that finished since the last call, and those among them that failed."""
+    def take_results(self, *, wait_s: float = 0.0) -> tuple[set[str], set[str]]:
+        """Requests that finished since the last call, and those among them that failed.
+
+        Args:
+            wait_s: How long to wait for the first one while any is being loaded.
+        """
         with self._lock:
+            if wait_s and self._num_open and not self._finished:
+                self._reported.wait(wait_s)
             finished, failed = self._finished, self._failed
             self._finished, self._failed = set(), set()
             return finished, failed
@@ -108,6 +118,8 @@ class Loader:
             self._finished.add(request_id)
             if failed:
                 self._failed.add(request_id)
+            self._num_open -= 1
+            self._reported.notify_all()
 
     async def _load_pieces(self, store: PageStore, job: LoadJob) -> None:
         """Load all pieces, or raise; either way no thread writes to the blocks any more when it ends."""

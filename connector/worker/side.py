@@ -26,6 +26,7 @@ __all__ = ["WorkerSide", "rank_page_bytes"]
 
 _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
+_EMPTY_STEP_S = 0.005
 
 
 class WorkerSide:
@@ -116,8 +117,15 @@ class WorkerSide:
         if self.saver is not None:
             self.saver.save(jobs.saves)
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        return self.loader.take_results() if self.loader is not None else (set(), set())
+    def take_results(self, *, computes: bool = True) -> tuple[set[str], set[str]]:
+        """Finished and failed loads.
+
+        In a step that computes nothing the rank waits a moment for a load to end: it would otherwise spin for the next
+        step, in Python, and hold the interpreter's lock against the threads that load.
+        """
+        if self.loader is None:
+            return set(), set()
+        return self.loader.take_results(wait_s=0.0 if computes else _EMPTY_STEP_S)
 
     def take_report(self) -> RankReport | None:
         return self.saver.take_report() if self.saver is not None else None

@@ -125,7 +125,7 @@ def test_lookup_too_slow(tmp_path: Path) -> None:
         at.store.held.add("lookup")
         state = at.new("a", 170)
         assert at.ask("a") == 0
-        assert at.side.meters.get("connector_lookup_timeouts") + at.side.meters.get("connector_lookup_failures") == 1
+        assert sum(at.side.meters.get("connector_misses", reason=f"lookup_{why}") for why in ("timeout", "failed")) == 1
         at.store.held.clear()
         eventually(lambda: state.lookup is not None and state.lookup.done())
         assert [at.side.matched_tokens("a", 0) for _ in range(3)] == [0, 0, 0]
@@ -141,7 +141,7 @@ def test_failing_calls(at: World, call: str) -> None:
     assert at.ask("a") == 0
     at.store.errors.clear()
     assert at.side.matched_tokens("a", 0) == 0
-    assert at.side.meters.get(f"connector_{call}_failures") == 1
+    assert at.side.meters.get("connector_misses", reason=f"{call}_failed") == 1
     at.new("b", 170, "a")
     assert at.ask("b") == 160
 

@@ -181,7 +181,7 @@ def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
     assert leases.hit() is None
     leases.clock.now_s += 0.2
     assert leases.hit() == 0
-    assert leases.meters.get("connector_lookup_timeouts") == 1
+    assert leases.meters.get("connector_misses", reason="lookup_timeout") == 1
     leases.lookups.forget(leases.state)
 
 
@@ -195,6 +195,6 @@ def test_stage_has_a_ceiling(at: World) -> None:
     assert leases.hit() is None
     leases.clock.now_s += 0.2
     assert leases.hit() == 0
-    assert leases.meters.get("connector_stage_timeouts") == 1
+    assert leases.meters.get("connector_misses", reason="stage_timeout") == 1
     at.store.held.clear()
     at.no_leases()
