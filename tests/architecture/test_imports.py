@@ -12,7 +12,7 @@ from tests.architecture.sources import PACKAGES, ROOT, files, imports, imports_o
 
 REDIS_HOME = ("kvstore/tiers/redis/",)
 S3_HOME = ("kvstore/tiers/s3/",)
-TESTING = ("kvstore/testing/",)
+TESTING = ("kvstore/testing/", "benchmarks/")  # the latter compares our tiers with the usual clients
 
 HOMES = {
     "redis": (*REDIS_HOME, *TESTING),
