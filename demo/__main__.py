@@ -72,6 +72,9 @@ def run(backends: str, prompt_tokens: int, work: Path, say: Say) -> list[Row]:
             return [_save_and_restore(backend, prompt, reference, work, say)]
     with real(say) as backend:
         rows = [_save_and_restore(backend, prompt, reference, work, say)]
+        say("a fresh service: its memory is empty, Redis has the pages")
+        backend.restart()
+        rows.append(_row("r", prompt, reference, _run("r", backend, prompt, work, say)))
         say("emptying Redis, and a fresh service: only S3 is left")
         backend.flush_hot()
         backend.restart()
@@ -80,9 +83,8 @@ def run(backends: str, prompt_tokens: int, work: Path, say: Say) -> list[Row]:
 
 def _save_and_restore(backend: Backend, prompt: Prompt, reference: tuple[Answer, Answer], work: Path, say: Say) -> Row:
     _run("b", backend, prompt, work, say)
-    say("(b) waiting until all pages are kept, then ending the service")
+    say("(b) waiting until all pages have reached every tier")
     backend.wait_saved()
-    backend.restart()
     return _row("c", prompt, reference, _run("c", backend, prompt, work, say))
 
 

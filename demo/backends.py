@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvstore.client import BlockingStore, ClientOptions
+from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.client.embedded import private_socket_path
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import CephRgw, RedisServer, ceph_rgw, redis_server
@@ -70,12 +70,19 @@ class Backend(ABC):
 
 
 class _Embedded(Backend):
-    """`embedded:` in a cache folder of its own: the engines start the service, which keeps a directory there."""
+    """`embedded:` in a cache folder of its own: a private service with memory and a directory there."""
 
     def __init__(self, cache: Path) -> None:
         self._directory = cache / "kvstore"
         self.connector = {"url": "embedded:", "memory_bytes": "1GiB", "disk_bytes": "4GiB"}
         self.environment = {"XDG_CACHE_HOME": str(cache)}
+
+    def keep_running(self) -> BlockingStore:
+        """Start the service as an engine would, and be a client of it, so that it outlives the engines."""
+        sizes = EmbeddedOptions(directory=self._directory, memory_bytes=1 << 30, disk_bytes=4 << 30)
+        store = BlockingStore("embedded:", embedded=sizes, options=ClientOptions(name="demo"))
+        store.wait_ready(deadline=Deadline.after(_END_S))
+        return store
 
     def socket_path(self) -> Path:
         return private_socket_path(self._directory)
@@ -163,7 +170,8 @@ def embedded(say: Say) -> Iterator[Backend]:
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", ignore_cleanup_errors=True) as cache:
         backend = _Embedded(Path(cache))
         try:
-            yield backend
+            with backend.keep_running():
+                yield backend
         finally:
             backend.restart()
 

@@ -97,7 +97,7 @@ def run_connected(
         answer=answer,
         counters={key: value - raw_before.get(key, 0) for key, value in raw_after.items()},
         tiers={tier: int(count) for tier, count in served.items()},
-        stored_bytes=int(sum(_grown(before, after, "staged_bytes").values())),
+        stored_bytes=int(after.get("served_bytes", 0) - before.get("served_bytes", 0)),
     )
 
 

@@ -124,6 +124,14 @@ class Lookups:
         async def stage(store: PageStore) -> Staged:
             fetch.task = asyncio.current_task()
             staged = await store.stage(query, deadline=deadline)
+            _log.debug(
+                "kvstore: staged %d of %d tokens, %d bytes in %d ms from %s",
+                staged.resume_tokens,
+                query.cap_tokens,
+                staged.num_bytes,
+                (self._clock.monotonic_s() - fetch.started_s) * 1000,
+                dict(staged.sources),
+            )
             fetch.lease = staged.lease
             return staged
 

@@ -15,11 +15,13 @@ from connector.canonical.runs import PagePlan
 from connector.device.base import BlockCopier
 from connector.jobs import LoadJob, LoadPiece
 from connector.scheduler.bridge import Bridge
-from connector.worker.staging import view
+from connector.worker.staging import BufferPool, view
 from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
 from kvstore.format.record import Record, verify_payload
+from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 
 __all__ = ["Loader"]
@@ -29,6 +31,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 _IN_FLIGHT = 12
 _WATCH_S = 0.05
 _CEILING_S = 60.0
+_ROUND_BYTES = 1 << 18
 
 
 class Loader:
@@ -42,6 +45,7 @@ class Loader:
         plan: The group's page plan on this rank.
         slices: The slices that this rank reads.
         pool: Threads for verifying and decoding.
+        buffers: Host memory to receive records into.
         stall_s: A load fails when the service owes records and none came for this long.
         meters: Counters.
     """
@@ -54,6 +58,7 @@ class Loader:
         *,
         slices: Sequence[int],
         pool: CodecPool,
+        buffers: BufferPool,
         stall_s: float,
         meters: Meters,
     ) -> None:
@@ -62,6 +67,7 @@ class Loader:
         self._plan = plan
         self._slices = frozenset(slices)
         self._pool = pool
+        self._buffers = buffers
         self._stall_s = stall_s
         self._meters = meters
         self._lock = threading.Lock()
@@ -98,6 +104,7 @@ class Loader:
 
     async def _run(self, job: LoadJob, store: PageStore) -> None:
         failed = True
+        started_s = SYSTEM_CLOCK.monotonic_s()
         try:
             await self._load_pieces(store, job)
             failed = False
@@ -112,6 +119,8 @@ class Loader:
             )
         finally:
             self._report(job.request_id, failed=failed)
+            duration_ms = (SYSTEM_CLOCK.monotonic_s() - started_s) * 1000
+            _log.debug("kvstore: load ended in %d ms failed=%s request=%s", duration_ms, failed, job.request_id)
 
     def _report(self, request_id: str, *, failed: bool) -> None:
         with self._lock:
@@ -146,9 +155,31 @@ class Loader:
                 watch.cancel()
 
     async def _load_piece(self, store: PageStore, lease: LeaseId, piece: LoadPiece, progress: _Progress) -> None:
+        taken: list[torch.Tensor] = []
+        try:
+            await self._load_record(store, lease, piece, progress, taken)
+        except BaseException:
+            for buffer in taken:
+                self._buffers.drop(buffer)  # a connection may still write to it
+            raise
+        for buffer in taken:
+            self._buffers.put(buffer)
+
+    async def _load_record(
+        self, store: PageStore, lease: LeaseId, piece: LoadPiece, progress: _Progress, taken: list[torch.Tensor]
+    ) -> None:
         deadline = Deadline.after(_CEILING_S)
+
+        def allocate(num_bytes: int) -> memoryview:
+            # records differ by a few bytes in size; rounded, one's buffer serves the next
+            buffer = self._buffers.take(-(-num_bytes // _ROUND_BYTES) * _ROUND_BYTES)
+            if buffer is None:
+                return fresh_buffer(num_bytes)
+            taken.append(buffer)
+            return view(buffer)[:num_bytes]
+
         with progress.asking():
-            record = await store.load(lease, piece.key, deadline=deadline)
+            record = await store.load(lease, piece.key, deadline=deadline, allocate=allocate)
         try:
             # a cancelled run returns only when its thread has ended, so that the blocks are left alone afterwards
             await self._pool.run(record.num_bytes, lambda: self._place(record, piece), deadline=deadline)

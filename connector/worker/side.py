@@ -26,6 +26,7 @@ __all__ = ["WorkerSide", "rank_page_bytes"]
 
 _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
+_RECEIVE_BYTES = 64 << 20
 _EMPTY_STEP_S = 0.005
 
 
@@ -81,6 +82,7 @@ class WorkerSide:
             plan,
             slices=slices,
             pool=self._pool,
+            buffers=BufferPool(_RECEIVE_BYTES),
             stall_s=self._settings.stall_timeout_ms / 1000,
             meters=self.meters,
         )

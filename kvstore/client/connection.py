@@ -13,6 +13,7 @@ from kvstore.client.options import ClientOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import messages
 from kvstore.wire.address import Address, UnixAddress
@@ -128,7 +129,7 @@ class Connection:
         if pending is None or pending.future.done():
             return None
         if pending.allocate is None:
-            return memoryview(bytearray(payload_bytes))
+            return fresh_buffer(payload_bytes)
         try:
             target = memoryview(pending.allocate(payload_bytes)).cast("B")
             if target.readonly or len(target) < payload_bytes:

@@ -12,6 +12,7 @@ from kvstore.api import LeaseId, Progress
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.answers import Answers
 from kvstore.service.incoming import Incoming, Receipt
@@ -88,14 +89,14 @@ class Session:
         if not self._greeted or not isinstance(message, messages.Save):
             raise InvalidRequest("this message carries no payload", type=message.type, payload_bytes=payload_bytes)
         if self._incoming.begin(payload_bytes):
-            return memoryview(bytearray(payload_bytes))
+            return fresh_buffer(payload_bytes)
         self._tasks.spawn(self._wait_for_room(payload_bytes, _deadline(message)), "room")
         return LATER
 
     async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
         """Backpressure: nothing more is read from this peer until there is room or its save is too late anyway."""
         has_room = await self._incoming.wait(payload_bytes, deadline)
-        self.connection.provide(memoryview(bytearray(payload_bytes)) if has_room else None)
+        self.connection.provide(fresh_buffer(payload_bytes) if has_room else None)
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
         """Start the answer to a message."""

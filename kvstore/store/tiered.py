@@ -159,6 +159,7 @@ class TieredStore(PageStore):
         lease = self._leases.grant(holding.pins, owner)
         self._keep_sweeping()
         self.meters.add("leases_granted")
+        self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
             self.meters.add("served_records", count, tier=source)
         spans = [pin.records[0].header.span for pin in holding.pins.values()]

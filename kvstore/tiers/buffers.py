@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.buffers import fresh_buffer
 
 __all__ = ["allocate_exactly"]
 
@@ -16,7 +17,7 @@ def allocate_exactly(num_bytes: int, allocate: Callable[[int], memoryview] | Non
         InvalidRequest: `allocate` returned a buffer of another size, or a read-only one.
     """
     if allocate is None:
-        return memoryview(bytearray(num_bytes))
+        return fresh_buffer(num_bytes)
     buffer = memoryview(allocate(num_bytes)).cast("B")
     if len(buffer) != num_bytes or buffer.readonly:
         raise InvalidRequest(

@@ -12,7 +12,9 @@ from kvstore.wire.frames import FrameReader, FrameSink, Later, pack_head
 
 __all__ = ["FrameConnection", "FrameOwner", "Later"]
 
-_SOCKET_BUFFER_BYTES = 4 << 20
+_UNIX_BUFFER_BYTES = 256 << 10
+"""Small enough that the kernel's pages stay in the processor's cache: 4 MiB took half as long again per byte."""
+_TCP_BUFFER_BYTES = 4 << 20
 _WRITE_HIGH_BYTES = 8 << 20
 _LINGER_S = 1.0
 _TCP_SILENCE_MS = 10_000
@@ -149,11 +151,12 @@ class FrameConnection(asyncio.BufferedProtocol):
 
 
 def tune_socket(sock: socket.socket | None) -> None:
-    """Large buffers, and on TCP no delay and an end to connections whose peer is silently gone."""
+    """Buffers that suit the family; on TCP no delay, and an end to connections whose peer is silently gone."""
     if sock is None:
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
+    buffer_bytes = _UNIX_BUFFER_BYTES if sock.family == socket.AF_UNIX else _TCP_BUFFER_BYTES
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

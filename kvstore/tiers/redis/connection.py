@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.redis.resp import Argument, ProtocolError, Reply, ReplyParser, encode_command, joined
 
@@ -143,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
         if not pipeline.wanted or pipeline.error is not None:
             return None
         if pipeline.sink is None:
-            return memoryview(bytearray(num_bytes))
+            return fresh_buffer(num_bytes)
         try:
             return pipeline.sink(len(pipeline.replies), num_bytes)
         except KVStoreError as error:
