@@ -23,6 +23,8 @@ class Bridge(Protocol):
 
 def result_or_none(future: Future[Value]) -> Value | None:
     """The result of a future that is done; `None` when it failed, which for a cache means: go on without."""
-    if future.cancelled() or future.exception() is not None:
+    if future.cancelled():
+        return None
+    if future.exception() is not None:
         return None
     return future.result()

@@ -49,18 +49,19 @@ def engine(work: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...,
 
 
 @pytest.fixture(scope="session")
-def references(llama: Path, prompts: list[tuple[int, ...]], work: Path) -> Callable[[str], list[Answer]]:
-    """By runner: what an engine without connector answers when it resumes from its own cache at the same token."""
-    known: dict[str, list[Answer]] = {}
+def references(llama: Path, prompts: list[tuple[int, ...]], work: Path) -> Callable[[str, bool], list[Answer]]:
+    """By runner and form: what an engine without connector answers when it resumes from its own cache."""
+    known: dict[tuple[str, bool], list[Answer]] = {}
 
-    def reference(runner: str) -> list[Answer]:
-        if runner not in known:
-            spec = EngineSpec(checkpoint=llama, runner=runner)  # type: ignore[arg-type]
+    def reference(runner: str, multiprocess: bool) -> list[Answer]:
+        form = (runner, multiprocess)
+        if form not in known:
+            spec = EngineSpec(checkpoint=llama, runner=runner, multiprocess=multiprocess)  # type: ignore[arg-type]
             with start_engine(spec, work=work, name=f"reference-{runner}") as plain:
                 ask_each(plain, prompts)
-                known[runner] = ask_each(plain, prompts)
-            assert [answer.num_cached_tokens for answer in known[runner]] == list(RESTORED)
-        return known[runner]
+                known[form] = ask_each(plain, prompts)
+            assert [answer.num_cached_tokens for answer in known[form]] == list(RESTORED)
+        return known[form]
 
     return reference
 
