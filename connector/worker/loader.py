@@ -20,7 +20,6 @@ from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
 from kvstore.format.record import Record, verify_payload
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 
@@ -174,7 +173,7 @@ class Loader:
             # records differ by a few bytes in size; rounded, one's buffer serves the next
             buffer = self._buffers.take(-(-num_bytes // _ROUND_BYTES) * _ROUND_BYTES)
             if buffer is None:
-                return fresh_buffer(num_bytes)
+                return view(torch.empty(num_bytes, dtype=torch.uint8))
             taken.append(buffer)
             return view(buffer)[:num_bytes]
 
