@@ -30,6 +30,10 @@ def engine_environment(spec: EngineSpec, work: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if spec.multiprocess:
+        # vLLM sets one core aside, and one more where there is a connector: engines with and without one would then
+        # compute with different numbers of threads, whose sums differ in the last bits
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     env.pop("TRITON_ON_CPU", None)  # the V1 runner does not start with it
     env.pop("TRITON_INTERPRET", None)
     env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
