@@ -37,7 +37,8 @@ def main() -> int:
     console = Console(stderr=True)
     if not console.is_terminal:  # a log file: nothing to wrap for
         console.width = LOG_COLUMNS
-    signal.signal(signal.SIGTERM, _as_interrupt)  # so that whatever ends us, our blocks end what they started
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that whatever ends us, our blocks end what they started;
+        signal.signal(number, _as_interrupt)  # a shell's background jobs would otherwise ignore SIGINT
     started_s = time.monotonic()
     try:
         with console.status("starting") as status:

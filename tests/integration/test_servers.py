@@ -18,7 +18,8 @@ from kvstore.testing.servers.process import ServerFailed, ServerProcess
 pytestmark = pytest.mark.servers
 
 _STARTS_AND_TELLS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from kvstore.testing.servers import redis_server
 with redis_server() as server:
     print(server.process.pid, flush=True)
