@@ -30,7 +30,7 @@ def page_tokens_for(token_bytes: int, element_bytes: int, block_tokens: int) -> 
         block_tokens: Smallest page that makes sense: the model's block.
 
     Returns:
-        A power of two times `block_tokens`' odd part, at most 1,024 tokens unless one block is larger.
+        The largest multiple of the block within a power of two of at most 1,024 tokens, and at least one block.
     """
     ratio = _SIZE_AFTER_CODEC.get(element_bytes, 1.0)
     tokens = 1
