@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 
-.PHONY: help env test test-full lint demo bench-quick clean clean-env
+.PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-ttft bench-overhead clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt tools/environment.py
 	$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@
 
-test: $(STAMP) ## run the suite, real engines and real servers included (under 25 minutes on 2 cores)
+test: $(STAMP) ## run the suite, real engines and real servers included (about 40 minutes on 2 cores)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
@@ -39,11 +39,26 @@ lint: $(STAMP) ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-demo: $(STAMP) ## three vLLM processes: one computes a prompt, a fresh one resumes from its saved pages (BACKENDS=real: Redis and S3)
+demo: $(STAMP) ## vLLM processes: one computes a prompt, a fresh one resumes from its saved pages (BACKENDS=real: Redis and S3)
 	$(BIN)/python -m demo --backends $(BACKENDS)
+
+demo-pd: $(STAMP) ## a prefill server and a decode server behind a proxy: one computes prompts, the other answers them
+	$(BIN)/python -m demo.pd --backends $(BACKENDS)
 
 bench-quick: $(STAMP) ## codec, service, Redis and S3, each against a ceiling measured in the same run
 	$(BIN)/python -m benchmarks.quick
+
+bench-store: $(STAMP) ## the byte paths to Redis, through the service and to S3, each beside raw sockets (about 3 minutes)
+	$(BIN)/python -m benchmarks.store
+
+bench-lookup: $(STAMP) ## a prompt of 131,072 tokens and longer ones looked up among a million entries of the catalog in Redis
+	$(BIN)/python -m benchmarks.lookup
+
+bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from Redis by a fresh engine and a fresh service
+	$(BIN)/python -m benchmarks.repeat_ttft
+
+bench-overhead: $(STAMP) ## prefill and decode with a connector that helps nothing, against none
+	$(BIN)/python -m benchmarks.overhead
 
 clean: ## remove caches and work files, keep the environment
 	rm -rf .work build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,33 +42,66 @@ def memcpy(sources: Sequence[Buffer], targets: Sequence[Buffer]) -> Ceiling:
 
 
 class Peer:
-    """A process that sends and receives raw bytes over one connection."""
+    """A process that sends and receives raw bytes over one connection, or over several, each with a thread here.
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self._connection = connection
+    Args:
+        connect: Makes one connection.
+        name: What its ceilings are called.
+    """
+
+    def __init__(self, connect: Callable[[], socket.socket], name: str) -> None:
+        self._connect = connect
         self._name = name
+        self._connections: list[socket.socket] = []
+        self._threads: ThreadPoolExecutor | None = None
 
-    def puts(self, sources: Sequence[Buffer]) -> Ceiling:
+    def puts(self, sources: Sequence[Buffer], num_connections: int = 1) -> Ceiling:
         """Send buffers of one size, until the peer has them all."""
 
-        def run() -> None:
-            self._connection.sendall(ORDER.pack(RECEIVE, len(sources[0]), len(sources)))
-            for source in sources:
-                self._connection.sendall(source)
-            if self._connection.recv(1) != RECEIVED:
+        def send(connection: socket.socket, share: Sequence[Buffer]) -> None:
+            connection.sendall(ORDER.pack(RECEIVE, len(share[0]), len(share)))
+            for source in share:
+                connection.sendall(source)
+            if connection.recv(1) != RECEIVED:
                 raise ConnectionError("the other side of a raw transfer ended")
 
-        return Ceiling(self._name, run)
+        return self._ceiling(send, sources, num_connections)
 
-    def gets(self, targets: Sequence[memoryview]) -> Ceiling:
+    def gets(self, targets: Sequence[memoryview], num_connections: int = 1) -> Ceiling:
         """Fill buffers of one size."""
 
-        def run() -> None:
-            self._connection.sendall(ORDER.pack(SEND, len(targets[0]), len(targets)))
-            for target in targets:
-                receive(self._connection, target)
+        def fill(connection: socket.socket, share: Sequence[memoryview]) -> None:
+            connection.sendall(ORDER.pack(SEND, len(share[0]), len(share)))
+            for target in share:
+                receive(connection, target)
 
-        return Ceiling(self._name, run)
+        return self._ceiling(fill, targets, num_connections)
+
+    def _ceiling(
+        self, move: Callable[[socket.socket, Sequence[Any]], None], buffers: Sequence[Any], num_connections: int
+    ) -> Ceiling:
+        """Each connection moves its share: every so-manieth buffer."""
+        while len(self._connections) < num_connections:
+            self._connections.append(self._connect())
+        connections = self._connections[:num_connections]
+        shares = [share for index in range(num_connections) if (share := buffers[index::num_connections])]
+        if num_connections == 1:
+            return Ceiling(self._name, lambda: move(connections[0], buffers))
+        self._threads = self._threads or ThreadPoolExecutor(thread_name_prefix="raw transfer")
+        threads = self._threads
+
+        def run() -> None:
+            for ended in [threads.submit(move, *pair) for pair in zip(connections, shares, strict=False)]:
+                ended.result()
+
+        return Ceiling(f"{self._name} x {num_connections}", run)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        for connection in self._connections:
+            connection.close()
 
 
 @contextmanager
@@ -88,11 +123,11 @@ def tcp_peer(folder: Path) -> Iterator[Peer]:
 def _peer(url: str, folder: Path, name: str) -> Iterator[Peer]:
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
     process = ServerProcess([sys.executable, "-m", "benchmarks.peer", url], folder / "peer.log", env)
-    connections: list[socket.socket] = []
+    peer = Peer(lambda: _connect(url), name)
 
     def connects() -> bool:
         try:
-            connections.append(_connect(url))
+            _connect(url).close()
         except OSError:
             return False
         return True
@@ -100,10 +135,9 @@ def _peer(url: str, folder: Path, name: str) -> Iterator[Peer]:
     try:
         process.start()
         process.wait_ready(connects, _TIMEOUT_S)
-        yield Peer(connections[0], name)
+        yield peer
     finally:
-        for connection in connections:
-            connection.close()
+        peer.close()
         process.stop()
 
 

@@ -34,12 +34,14 @@ class Plan:
         in_flights: Calls at a time, for stores.
         total_bytes: What one repetition moves, in whole records.
         repetitions: Timed ones; one more goes before them untimed.
+        verbs: What stores are measured at.
     """
 
     sizes: tuple[int, ...]
     in_flights: tuple[int, ...]
     total_bytes: int
     repetitions: int
+    verbs: tuple[str, ...] = ("put", "get")
 
     def num_pages(self, size_bytes: int) -> int:
         return max(self.total_bytes // size_bytes, 1)
@@ -66,6 +68,10 @@ class Work(ABC):
     async def after(self) -> None:  # noqa: B027 - most need nothing
         """Check what `run` did and make room for the next repetition."""
 
+    def cpu_s(self) -> float:
+        """Processor time so far of the processes whose cost counts: this one, all threads, user and system."""
+        return time.process_time()
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -78,7 +84,7 @@ class Row:
         gb_s: Median, in 10^9 bytes a second.
         ceiling: What it is compared with.
         ceiling_gb_s: Median of the same bytes' ceiling, measured in turn with `gb_s`.
-        cpu_s_per_gb: Median processor seconds of this process, all threads, user and system.
+        cpu_s_per_gb: Median processor seconds, as `Work.cpu_s` counts them.
     """
 
     what: str
@@ -126,9 +132,9 @@ async def measure(
         ceiling.run()
         ceiling_s = time.perf_counter() - started_s
         await work.before()
-        cpu_s, started_s = time.process_time(), time.perf_counter()
+        cpu_s, started_s = work.cpu_s(), time.perf_counter()
         await work.run()
-        work_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        work_s, cpu_s = time.perf_counter() - started_s, work.cpu_s() - cpu_s
         await work.after()
         await asyncio.sleep(0)  # work that never waits would let nobody interrupt it
         if turn > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,13 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.testing.prompts import Prompt, describe
 
-__all__ = ["Batch", "RecordPages", "benchmark_namespace", "bf16_page"]
+__all__ = ["VALUE_OVERHEAD_BYTES", "Batch", "RecordPages", "benchmark_namespace", "bf16_page"]
 
 _CHANNELS = 128
 _PAGE_TOKENS = 64
 _LAYOUT = Layout(_PAGE_TOKENS, (GroupLayout(FullAttention(), 1),))
 _MODEL = "benchmark"
-_VALUE_OVERHEAD_BYTES = 64
+VALUE_OVERHEAD_BYTES = 64
 """What Redis puts in front of a value: a record this much shorter than its size class fills it exactly."""
 
 
@@ -62,7 +63,7 @@ class RecordPages:
     """
 
     def __init__(self, size_bytes: int, num_pages: int) -> None:
-        self.record_bytes = size_bytes - _VALUE_OVERHEAD_BYTES
+        self.record_bytes = size_bytes - VALUE_OVERHEAD_BYTES
         generator = np.random.default_rng(size_bytes)
         self.sources = [bytearray(generator.bytes(self.record_bytes)) for _ in range(num_pages)]
         self.targets = [memoryview(bytearray(b"\1") * self.record_bytes) for _ in range(num_pages)]
@@ -70,6 +71,12 @@ class RecordPages:
     @property
     def num_bytes(self) -> int:
         return self.record_bytes * len(self.sources)
+
+    def first(self, num_pages: int) -> RecordPages:
+        """The first so many, in the same buffers."""
+        fewer = copy(self)
+        fewer.sources, fewer.targets = self.sources[:num_pages], self.targets[:num_pages]
+        return fewer
 
     def batch(self) -> Batch:
         """Seal every buffer under a name that no other batch has."""

@@ -1,6 +1,7 @@
 """The other end of a raw transfer, a process of its own: `python -m benchmarks.peer unix:/path` or `tcp://host:port`.
 
 Each request is an order, a message's bytes and a count. It sends so many messages, or receives them and then says so.
+Each connection has a thread.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -52,16 +54,20 @@ def _main(url: str) -> None:
         assert isinstance(address, TcpAddress)
         listener = socket.create_server((address.host, address.port))
     listener.listen()
-    buffers: list[memoryview] = []
     while True:
         connection, _ = listener.accept()
-        with closing(connection):
-            tune(connection)
-            try:
-                while True:
-                    buffers = _obey(connection, buffers)
-            except ConnectionError:
-                continue
+        threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+
+
+def _serve(connection: socket.socket) -> None:
+    buffers: list[memoryview] = []
+    with closing(connection):
+        tune(connection)
+        try:
+            while True:
+                buffers = _obey(connection, buffers)
+        except ConnectionError:
+            return
 
 
 def _obey(connection: socket.socket, buffers: Sequence[memoryview]) -> list[memoryview]:

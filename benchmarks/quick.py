@@ -11,6 +11,7 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.arguments import count, counts, names_of, sizes
 from benchmarks.codec import codec_rows, num_codec_rows
 from benchmarks.measure import Listener, Plan, Row
 from benchmarks.report import as_line, as_table
@@ -31,7 +32,6 @@ SECTIONS: dict[str, Section] = {
 }
 """What measures a section's rows, and how many there will be."""
 
-SIZE_BYTES_MIN = 1024
 INTERRUPTED = 130
 LOG_COLUMNS = 150
 
@@ -97,40 +97,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the store, each figure beside a ceiling of this machine.",
     )
     parser.add_argument(
-        "--only", type=_names, default=tuple(SECTIONS), metavar="NAMES", help=f"some of {','.join(SECTIONS)}"
+        "--only",
+        type=names_of(SECTIONS),
+        default=tuple(SECTIONS),
+        metavar="NAMES",
+        help=f"some of {','.join(SECTIONS)}",
     )
     parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
     parser.add_argument(
-        "--sizes", type=_sizes, default=(1 << 20, 4 << 20), metavar="BYTES", help="of records, like 1MiB,4MiB"
+        "--sizes", type=sizes, default=(1 << 20, 4 << 20), metavar="BYTES", help="of records, like 1MiB,4MiB"
     )
-    parser.add_argument("--in-flight", type=_counts, default=(1, 4), metavar="COUNTS", help="calls at a time, like 1,4")
+    parser.add_argument("--in-flight", type=counts, default=(1, 4), metavar="COUNTS", help="calls at a time, like 1,4")
     parser.add_argument("--total-bytes", type=parse_bytes, default=64 << 20, metavar="BYTES", help="moved in one turn")
-    parser.add_argument("--repetitions", type=_count, default=5, metavar="COUNT", help="turns of each row")
+    parser.add_argument("--repetitions", type=count, default=5, metavar="COUNT", help="turns of each row")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := sorted(set(names) - set(SECTIONS)):
-        raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}: choose from {', '.join(SECTIONS)}")
-    return names
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(parse_bytes(part) for part in text.split(","))
-    if min(sizes) < SIZE_BYTES_MIN:
-        raise argparse.ArgumentTypeError(f"sizes are {SIZE_BYTES_MIN} bytes or more")
-    return sizes
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError("counts are one or more")
-    return count
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

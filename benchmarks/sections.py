@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -22,7 +23,10 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import CephRgw, RedisServer, ceph_rgw, redis_server
 from kvstore.testing.servers.process import ServerProcess
 
-__all__ = ["num_redis_rows", "num_s3_rows", "num_service_rows", "redis_rows", "s3_rows", "service_rows"]
+if TYPE_CHECKING:
+    from kvstore.tiers.s3 import S3Tier
+
+__all__ = ["num_redis_rows", "num_s3_rows", "num_service_rows", "open_s3_tier", "redis_rows", "s3_rows", "service_rows"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BUCKET = "kvstore-benchmark"
@@ -89,14 +93,23 @@ def s3_rows(plan: Plan, listener: Listener) -> list[Row]:
     listener.preparing("s3: starting a Ceph gateway")
     plan = replace(plan, sizes=(max(plan.sizes),), in_flights=(max(plan.in_flights),))
     with _folder() as folder, tcp_peer(folder) as peer, ceph_rgw() as server:
-        server.create_bucket(_BUCKET)
         return uvloop.run(_s3_rows(server, peer, plan, listener))
 
 
 async def _s3_rows(server: CephRgw, peer: Peer, plan: Plan, listener: Listener) -> list[Row]:
+    tier = await open_s3_tier(server)
+    try:
+        return await store_rows(TierStore(tier), peer, plan, listener)
+    finally:
+        await tier.aclose()
+
+
+async def open_s3_tier(server: CephRgw) -> S3Tier:
+    """Our tier in a bucket of its own, which is made."""
     from kvstore.tiers.s3 import S3Tier
 
-    tier = await S3Tier.open(
+    server.create_bucket(_BUCKET)
+    return await S3Tier.open(
         _BUCKET,
         "benchmark",
         endpoint_url=server.endpoint_url,
@@ -104,10 +117,6 @@ async def _s3_rows(server: CephRgw, peer: Peer, plan: Plan, listener: Listener) 
         access_key=server.access_key,
         secret_key=server.secret_key,
     )
-    try:
-        return await store_rows(TierStore(tier), peer, plan, listener)
-    finally:
-        await tier.aclose()
 
 
 @contextmanager

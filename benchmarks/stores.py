@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -9,17 +11,18 @@ from typing import TYPE_CHECKING
 
 from benchmarks.ceilings import Peer
 from benchmarks.measure import Listener, Plan, Row, Work, measure, windowed
+from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
-from kvstore.api import PageStore, SaveOutcome
+from kvstore.api import Ack, PageStore, Retention, SaveOutcome
 from kvstore.format.names import format_name
-from kvstore.format.record import Record, open_record
+from kvstore.format.record import MAX_RECORD_BYTES, Record, open_record
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome, Tier
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-__all__ = ["RedisPy", "Service", "Store", "TierStore", "fill", "store_rows"]
+__all__ = ["RedisPy", "Service", "ServiceOverTier", "Store", "TierStore", "fill", "store_rows"]
 
 _DEADLINE_S = 30.0
 
@@ -40,6 +43,25 @@ class Store(ABC):
         Raises:
             RuntimeError: It was not stored.
         """
+
+    async def prepare(self, record: Record) -> None:
+        """Put one record that will be got: where a get that measures everything finds it."""
+        await self.put(record)
+
+    async def prepared(self, batch: Batch) -> None:  # noqa: B027 - most need nothing
+        """Return when all records of a batch can be got."""
+
+    async def occupy(self, record: Record) -> None:
+        """Put one record that only takes room."""
+        await self.put(record)
+
+    def num_connections(self, size_bytes: int, in_flight: int) -> int:
+        """Connections that carry records of a size at the same time: the ceiling gets as many."""
+        return 1
+
+    def cpu_s(self) -> float:
+        """Processor time so far of the processes whose cost counts."""
+        return time.process_time()
 
     @abstractmethod
     async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
@@ -85,12 +107,76 @@ class Service(Store):
         pass
 
 
-class TierStore(Store):
-    """One of our tiers, without the guard and the store around it."""
+class ServiceOverTier(Service):
+    """A service with a slower tier behind it, which is what is measured: another service puts records there.
 
-    def __init__(self, tier: Tier) -> None:
+    Args:
+        store: The service's client.
+        node: The service, whose processor time counts too.
+        writer: The other service's client.
+        tier: The same tier, of this process, to make room again.
+    """
+
+    def __init__(self, store: PageStore, node: Node, writer: PageStore, tier: TierStore) -> None:
+        super().__init__(store)
+        self.name = f"service {tier.name}"
+        self._node = node
+        self._writer = writer
+        self._tier = tier
+
+    async def put(self, record: Record) -> None:
+        await _save_hot(self._store, record)
+
+    async def prepare(self, record: Record) -> None:
+        await _save_hot(self._writer, record)
+
+    async def prepared(self, batch: Batch) -> None:
+        give_up = _soon()
+        while (await self._store.lookup(batch.query, deadline=_soon())).resume_tokens < batch.query.cap_tokens:
+            if give_up.expired:
+                raise RuntimeError("the service does not find what another one saved")
+            await asyncio.sleep(0.01)
+
+    async def occupy(self, record: Record) -> None:
+        await self._store.save(record, retention=Retention.SHORT, deadline=_soon())
+
+    def num_connections(self, size_bytes: int, in_flight: int) -> int:
+        return self._tier.num_connections(size_bytes, in_flight)
+
+    def cpu_s(self) -> float:
+        return super().cpu_s() + self._node.cpu_s()
+
+    async def forget(self, batch: Batch) -> None:
+        await self._tier.forget(batch)
+
+
+async def _save_hot(store: PageStore, record: Record) -> None:
+    outcome = await store.save(record, ack=Ack.HOT, deadline=_soon())
+    if outcome is not SaveOutcome.STORED:
+        raise RuntimeError(f"the service did not store a record: {outcome.value}")
+
+
+class TierStore(Store):
+    """One of our tiers, without the guard and the store around it.
+
+    Args:
+        tier: The tier.
+        num_connections_max: Connections that it carries records on.
+        part_bytes: What of a record travels on one connection at a time.
+    """
+
+    def __init__(self, tier: Tier, num_connections_max: int = 1, part_bytes: int = MAX_RECORD_BYTES) -> None:
         self.name = tier.name
         self._tier = tier
+        self._num_connections_max = num_connections_max
+        self._part_bytes = part_bytes
+
+    async def aclose(self) -> None:
+        """Close the tier."""
+        await self._tier.aclose()
+
+    def num_connections(self, size_bytes: int, in_flight: int) -> int:
+        return min(self._num_connections_max, in_flight * -(-size_bytes // self._part_bytes))
 
     async def put(self, record: Record) -> None:
         outcome = await self._tier.put(record, deadline=_soon())
@@ -152,17 +238,21 @@ async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
     """Put at least `num_bytes` that nobody will ask for."""
     pages = RecordPages(size_bytes, 1)
     for _ in range(-(-num_bytes // pages.num_bytes)):
-        await store.put(pages.batch().records[0])
+        await store.occupy(pages.batch().records[0])
 
 
 async def store_rows(store: Store, peer: Peer, plan: Plan, listener: Listener) -> list[Row]:
     """A row for put and one for get, for each size and number of calls in flight."""
     rows = []
     for size_bytes in plan.sizes:
-        pages = RecordPages(size_bytes, plan.num_pages(size_bytes))
+        most = RecordPages(size_bytes, max(plan.num_pages(size_bytes), *plan.in_flights))
         for in_flight in plan.in_flights:
-            works = (("put", _Put, peer.puts(pages.sources)), ("get", _Get, peer.gets(pages.targets)))
+            pages = most.first(max(plan.num_pages(size_bytes), in_flight))
+            links = store.num_connections(pages.record_bytes, in_flight)
+            works = (("put", _Put, peer.puts(pages.sources, links)), ("get", _Get, peer.gets(pages.targets, links)))
             for verb, kind, ceiling in works:
+                if verb not in plan.verbs:
+                    continue
                 listener.measuring(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
                 work = kind(store, pages, in_flight)
                 row = await measure(
@@ -188,6 +278,9 @@ class _Put(Work):
     async def before(self) -> None:
         self.batch = self.pages.batch()
 
+    def cpu_s(self) -> float:
+        return self.store.cpu_s()
+
     async def run(self) -> None:
         await windowed((partial(self.store.put, record) for record in self.batch.records), self.in_flight)
 
@@ -208,7 +301,11 @@ class _Get(Work):
     async def before(self) -> None:
         self.batch = self.pages.batch()
         for record in self.batch.records:
-            await self.store.put(record)
+            await self.store.prepare(record)
+        await self.store.prepared(self.batch)
+
+    def cpu_s(self) -> float:
+        return self.store.cpu_s()
 
     async def run(self) -> None:
         self.received = await self.store.get_all(self.batch, self.pages.targets, self.in_flight)

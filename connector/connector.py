@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,42 +22,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.request import RequestStatus
 
+from connector.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size
+from connector.content import PromptContent, UncacheableContent
+from connector.facts import EngineFacts
+from connector.guard import guarded
+from connector.handoff import read_handoff, wants_receipt, write_receipt
 from connector.identity import read_shape
 from connector.jobs import RankReport, StepJobs
+from connector.plugin import register
+from connector.request_flags import read_flags
+from connector.scheduler.ledger import RequestState
+from connector.scheduler.saves import Offer
 from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
 from connector.settings import ConnectorSettings, cache_folder
+from connector.surface import EngineSurface
 from connector.vllm_facts import cache_layers, read_facts
-from connector.worker.side import WorkerSide, rank_page_bytes
+from connector.vllm_requests import RequestReader
+from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
+from kvstore.errors import InvalidRequest
 
 __all__ = ["KVStoreConnector"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-
-def _guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
-    """Never let an error of ours reach the engine: log it with its traceback and answer `fallback()` or `fallback`."""
-
-    def decorate(hook: Hook) -> Hook:
-        @functools.wraps(hook)
-        def guarded(self: KVStoreConnector, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 - the guard
-                self.guarded_errors += 1
-                if self.guarded_errors <= _LOGGED_ERRORS:
-                    _log.exception("kvstore: an error in %s was kept from the engine", hook.__name__)
-                return fallback() if callable(fallback) else fallback
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
-
-
-_LOGGED_ERRORS = 20
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 @dataclass
@@ -76,10 +67,33 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class _RankProof(KVConnectorHandshakeMetadata):
+    """What a rank knows of its cache; vLLM gives the scheduler's process less (some specs are replaced there)."""
+
+    facts: EngineFacts
     refusal: str | None
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class _PoolPins:
+    """`BlockPins` on vLLM's block pool."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    @property
+    def is_empty(self) -> bool:
+        """No block is in use or cached: no request holds any KV, and none will be given any that is there now."""
+        used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
+        return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        # the last first, as vLLM does: a prefix is worth more than what follows it
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+
+class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     """Saves finished prefixes to a kvstore service and resumes from them.
 
     A model or setting that is not supported leaves the connector inert: no hits, no saves, no errors, one warning.
@@ -92,49 +106,33 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self._bridge: BlockingStore | None = None
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        settings = ConnectorSettings.parse(extra)
-        token = settings.read_token()
-        if settings.mode == "off":
-            return
+        self._pins: _PoolPins | None = None
+        transfer = vllm_config.kv_transfer_config
+        self._settings = ConnectorSettings.parse(transfer.kv_connector_extra_config or {}).for_role(transfer.kv_role)
+        self._token = self._settings.read_token()
+        self._facts: EngineFacts | None = None
+        self._refusal: str | None = None
+        self._requests = RequestReader()
+        self._is_advised = False
+        if self._settings.mode == "off" or role is KVConnectorRole.SCHEDULER:
+            return  # the scheduler side is made when the ranks have told what they hold
         self._facts = read_facts(vllm_config, kv_cache_config)
-        shape = self._shape_or_reason(settings)
+        shape = self._facts.unsupported or read_shape(self._facts)
         if isinstance(shape, str):
-            if role is KVConnectorRole.SCHEDULER:
-                _log.warning("kvstore: this engine is not cached: %s", shape)
+            self._refusal = shape
             return
-        assert self._facts.attention is not None
-        self._bridge = BlockingStore(
-            settings.url,
-            token=token,
-            options=ClientOptions(stall_timeout_s=settings.stall_timeout_ms / 1000),
-            embedded=EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes),
-        )
-        if role is KVConnectorRole.SCHEDULER:
-            if self._facts.load_failure_policy == "fail":
-                _log.warning(
-                    "kvstore: kv_load_failure_policy is 'fail', so that a page that cannot be loaded ends its request"
-                    ' with an error; set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
-                )
-            self.scheduler_side = SchedulerSide(
-                settings,
-                self._facts,
-                shape,
-                self._bridge,
-                rank_page_bytes=rank_page_bytes(self._facts.attention, shape),
-                cache_folder=cache_folder(),
-            )
-        else:
-            num_cores = len(os.sched_getaffinity(0))
-            self.worker_side = WorkerSide(settings, self._facts, shape, self._bridge, num_cores=num_cores)
+        self._bridge = self._connect()
+        num_cores = len(os.sched_getaffinity(0))
+        self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
 
-    def _shape_or_reason(self, settings: ConnectorSettings) -> Any:
-        if self._facts.unsupported is not None:
-            return self._facts.unsupported
-        if settings.weights_may_change:
-            return "weights_may_change is not supported yet"
-        assert self._facts.attention is not None
-        return read_shape(self._facts.attention)
+    def _connect(self) -> BlockingStore:
+        settings = self._settings
+        options = ClientOptions(stall_timeout_s=settings.stall_timeout_ms / 1000)
+        embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
+        try:
+            return BlockingStore(settings.url, token=self._token, options=options, embedded=embedded)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -143,19 +141,41 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
-    @_guarded()
+    @guarded()
     def on_new_request(self, request: Any) -> None:
         if self.scheduler_side is not None:
+            flags, complaints = read_flags(request.kv_transfer_params)
+            for complaint in complaints:
+                _warn_once(f"{complaint}; it is ignored")
+            content, uncacheable = self._read_content(request)
             self.scheduler_side.on_new_request(
                 PromptFacts(
                     request_id=request.request_id,
-                    tokens=tuple(request.prompt_token_ids or ()),
+                    tokens=request.all_token_ids,
                     cache_salt=request.cache_salt,
-                    uncacheable=_why_uncacheable(request),
+                    uncacheable=uncacheable,
+                    content=content,
+                    flags=flags,
+                    handoff=read_handoff(request.kv_transfer_params, most_s=self._settings.max_wait_ms / 1000),
                 )
             )
+            self._announce_request(request)
 
-    @_guarded(fallback=lambda: (0, False))
+    def _read_content(self, request: Any) -> tuple[PromptContent | None, str | None]:
+        """What a request has beside tokens, and why it cannot be cached; says once what costs all of them the cache."""
+        if not self._is_advised and self._facts is not None:
+            self._is_advised = True  # now and not earlier: vLLM may have changed it after it made us
+            advice = advise_on_block_size(self._facts, self._vllm_config.cache_config.block_size)
+            if advice is not None:
+                _log.warning("kvstore: %s", advice)
+        try:
+            return self._requests.content(request), None
+        except UncacheableContent as reason:
+            if reason.reason == "multimodal":
+                _warn_once(UNTRUSTED_MEDIA)
+            return None, reason.reason
+
+    @guarded(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler_side is None or request.skip_reading_prefix_cache:
             return 0, False
@@ -166,8 +186,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler_side is not None:
             tables = blocks.get_block_ids() if num_external_tokens else ()
             self.scheduler_side.on_allocated(request.request_id, tables, num_external_tokens)
+            if num_external_tokens:
+                self._announce_hit(request)
 
-    @_guarded(fallback=_StepMetadata)
+    @guarded(fallback=_StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
@@ -176,7 +198,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.wait_in_empty_step()
         return metadata
 
-    @_guarded()
+    @guarded()
     def update_connector_output(self, connector_output: Any) -> None:
         if self.scheduler_side is None:
             return
@@ -186,37 +208,103 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, _WorkerMetadata):
             self.scheduler_side.on_rank_report(meta.report)
 
-    @_guarded(fallback=lambda: (False, None))
+    @guarded(fallback=lambda: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        if self.scheduler_side is not None:
-            self.scheduler_side.on_finished(request.request_id)
-        return False, None
+        if self.scheduler_side is None:
+            return False, None
+        state = self.scheduler_side.ledger.find(request.request_id)
+        # the last sampled token was never computed
+        final_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        ended_well = request.status in _ENDED_WELL
+        try:
+            self.scheduler_side.on_finished(request.request_id, final_tokens if ended_well else 0, block_ids)
+        finally:
+            if self._announcements is not None:
+                self._announcements.closed(request.request_id)
+        return False, self._receipt(request, state) if ended_well and state is not None else None
+
+    def _receipt(self, request: Any, state: RequestState) -> dict[str, Any] | None:
+        """What a decode engine may wait for, where this one prefills for another."""
+        assert self.scheduler_side is not None
+        if not (self._settings.saves and state.flags.save) or state.chain is None or state.save_stopped:
+            return None
+        if self._kv_transfer_config.kv_role != "kv_producer" and not wants_receipt(request.kv_transfer_params):
+            return None
+        tokens = self.scheduler_side.saves.promised_tokens(state)
+        return write_receipt(tokens) if tokens else None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @_guarded()
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        if self.scheduler_side is not None:
-            refusals = {rank: proof.refusal for rank, proof in metadata.items() if isinstance(proof, _RankProof)}
-            self.scheduler_side.set_rank_proofs(refusals, expected_ranks=self._facts.tp_size)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pins = _PoolPins(gpu_block_pool)
 
-    @_guarded(fallback=True)
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine has to step on: blocks are held for pages of requests that ended."""
+        if self._announcements is not None and self._announcements.has_pending:
+            return True
+        return self.scheduler_side is not None and self.scheduler_side.has_pending_saves
+
+    @guarded()
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The ranks told what they hold: from here on the scheduler side exists."""
+        proofs = {rank: proof for (_, rank), proof in sorted(metadata.items()) if isinstance(proof, _RankProof)}
+        if self._settings.mode == "off":
+            return
+        if not proofs:
+            _log.warning(
+                "kvstore: this engine is not cached: vLLM gave us another connector's handshake;"
+                " list KVStoreConnector first in MultiConnector's connectors"
+            )
+            return
+        facts = next(iter(proofs.values())).facts
+        shape = facts.unsupported or read_shape(facts)
+        if isinstance(shape, str):
+            _log.warning("kvstore: this engine is not cached: %s", shape)
+            return
+        for advice in advise_at_start(facts, self._settings):
+            _log.warning("kvstore: %s", advice)
+        self._facts = facts
+        self._requests = RequestReader.of(
+            trusts_media=self._settings.trust_mm_uuids,
+            media_rules=facts.media_rules,
+            adapter_rules=facts.adapter_rules,
+        )
+        self._bridge = self._connect()
+        self.scheduler_side = SchedulerSide(
+            self._settings,
+            facts,
+            shape,
+            self._bridge,
+            cache_folder=cache_folder(),
+            rank_refusals={rank: proof.refusal for rank, proof in proofs.items()},
+        )
+        self._publish_events(shape, facts.tp_size)
+        if self._pins is not None:
+            self.scheduler_side.bind_pins(self._pins)
+
+    @guarded(fallback=True)
     def reset_cache(self) -> bool:
         """vLLM dropped its own cache; what is shared stays, since its names say what it is."""
+        if self.scheduler_side is not None:
+            self.scheduler_side.reset_cache(is_empty=self._pins is not None and self._pins.is_empty)
         return True
 
     # ---- worker side
 
-    @_guarded()
+    @guarded()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self.worker_side is not None and self._facts.attention is not None:
-            names = self._facts.attention.layer_names
-            self.worker_side.register(cache_layers(kv_caches, names, self._facts.num_blocks))
+        if self.worker_side is not None and self._facts is not None:
+            num_blocks = self._facts.num_blocks
+            self.worker_side.register(lambda names: cache_layers(kv_caches, names, num_blocks))
 
-    @_guarded()
+    @guarded()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self.worker_side is None else _RankProof(self.worker_side.refusal)
+        if self._facts is None:
+            return None
+        return _RankProof(self._facts, self.worker_side.refusal if self.worker_side is not None else self._refusal)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker_side is not None:
@@ -228,24 +316,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves are whole pages, after the forward: `wait_for_save`."""
 
-    @_guarded()
+    @guarded()
     def wait_for_save(self) -> None:
         if self.worker_side is not None:
             self.worker_side.save(self._jobs())
 
-    @_guarded(fallback=KVConnectorTransferResults)
+    @guarded(fallback=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker_side is None:
             return KVConnectorTransferResults()
         finished, failed = self.worker_side.take_results(computes=self._jobs().computes)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @_guarded()
+    @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self.worker_side.take_report() if self.worker_side is not None else None
         return None if report is None else _WorkerMetadata(report)
 
-    @_guarded()
+    @guarded()
     def shutdown(self) -> None:
         """Send what is on its way within a bound, end leases, close the connection. Idempotent."""
         if self.scheduler_side is not None:
@@ -255,35 +343,51 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._bridge is not None:
             self._bridge.close()
 
-    def take_events(self) -> Iterable[Any]:
-        return ()
-
     def _jobs(self) -> StepJobs:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
         return metadata.jobs
 
 
-def _why_uncacheable(request: Any) -> str | None:
-    """What makes a request's pages depend on more than its tokens and salt, in a word for a counter."""
-    if request.lora_request is not None:
-        return "lora"
-    if request.mm_features:
-        return "multimodal"
-    if request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return "prompt_embeds"
-    if getattr(request, "resumable", False):
-        return "streaming_session"
-    return None
+class _Tables(Mapping[str, Sequence[Sequence[int]]]):
+    """Block tables of the requests of a step, resolved when they are asked for: most steps need none."""
+
+    def __init__(self, request_ids: Mapping[str, int], resolve: Callable[[str], Any]) -> None:
+        self._request_ids = request_ids
+        self._resolve = resolve
+
+    def __getitem__(self, request_id: str) -> Sequence[Sequence[int]]:
+        tables: Sequence[Sequence[int]] = self._resolve(request_id)
+        return tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._request_ids)
+
+    def __len__(self) -> int:
+        return len(self._request_ids)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    _log.warning("kvstore: %s", text)
 
 
 def _step_facts(output: Any) -> StepFacts:
     computed = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    final, tables = {}, {}
+    blocks = output.kv_connector_block_state
+    final = {}
     for request_id, scheduled in output.num_scheduled_tokens.items():
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         final[request_id] = computed[request_id] + scheduled - drafts
-        tables[request_id] = output.kv_connector_block_state.get_block_ids(request_id)
-    return StepFacts(final, tables, tuple(output.preempted_req_ids or ()))
+    offers = {
+        request_id: [Offer(*offer) for offer in offered]
+        for request_id, offered in blocks.boundary_state_offloads.items()
+    }
+    preempted = tuple(output.preempted_req_ids or ())
+    return StepFacts(final, _Tables(final, blocks.get_block_ids), offers, preempted, computed)
+
+
+# MultiConnector finds the class of statistics by name, also where a user has given us by module path
+register()

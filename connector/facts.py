@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AttentionFacts", "EngineFacts"]
+from kvstore.model.kinds import GroupKind
+
+__all__ = ["CellFacts", "EngineFacts", "GroupFacts", "StateFacts"]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionFacts:
-    """The one group of a model with full attention only.
+class CellFacts:
+    """What one layer of an attention group keeps of a token: per head a key and a value, or one latent vector.
 
     Attributes:
-        layer_names: In the order that the group lists them.
-        block_tokens: Tokens of a block.
-        rank_heads: KV heads in this rank's blocks.
-        total_heads: KV heads of the whole model.
-        head_size: Channels of a key.
-        head_size_v: Channels of a value.
+        rank_heads: Heads in this rank's blocks.
+        total_heads: Heads of the whole model; a latent vector is one head that every rank holds.
+        head_size: Channels of a key, or of the latent vector.
+        head_size_v: Channels of a value; 0 for a latent vector.
         element_bytes: Bytes of one cache element.
         dtype: Its type in words.
     """
 
-    layer_names: tuple[str, ...]
-    block_tokens: int
     rank_heads: int
     total_heads: int
     head_size: int
@@ -34,19 +32,78 @@ class AttentionFacts:
     dtype: str
 
     @property
-    def cell_bytes(self) -> int:
-        """One head in one block, keys and values."""
-        return self.block_tokens * (self.head_size + self.head_size_v) * self.element_bytes
+    def token_bytes(self) -> int:
+        """One token of one head in one layer."""
+        return (self.head_size + self.head_size_v) * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """What one layer of a recurrent group keeps: the parts of its state, as this rank holds them.
+
+    Attributes:
+        shapes: Of each part, e.g. the convolution's window and the state proper.
+        dtypes: Of each part, in words.
+        part_bytes: Of each part.
+        replicated: Every rank holds the whole state; else each holds its own share.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    part_bytes: tuple[int, ...]
+    replicated: bool
 
     @property
-    def head_token_bytes(self) -> int:
-        """One token of one head in all layers."""
-        return len(self.layer_names) * (self.head_size + self.head_size_v) * self.element_bytes
+    def num_bytes(self) -> int:
+        """One layer's state on this rank."""
+        return sum(self.part_bytes)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the largest part: what the codec is chosen for."""
+        largest = self.part_bytes.index(max(self.part_bytes))
+        elements = 1
+        for extent in self.shapes[largest]:
+            elements *= extent
+        return self.part_bytes[largest] // max(1, elements)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One canonical group: all layers of one kind and one spec, in the order of the model.
+
+    Attributes:
+        kind: Which records make a boundary resumable.
+        layer_names: The layers.
+        feeds: For each layer the index in `feed_groups` of the block table that places it.
+        feed_groups: vLLM's groups that the layers are in, ascending.
+        block_tokens: Tokens of a block of these groups.
+        content: What a layer keeps.
+        packing: What the bytes inside a block depend on, e.g. backend and instruction set; part of the namespace.
+        drafts: The layers of a draft model (EAGLE, MTP). What a block's last token holds depends on the token after
+            it, which its prefix hash does not cover: a wrong draft costs acceptance, the target model verifies it.
+    """
+
+    kind: GroupKind
+    layer_names: tuple[str, ...]
+    feeds: tuple[int, ...]
+    feed_groups: tuple[int, ...]
+    block_tokens: int
+    content: CellFacts | StateFacts
+    packing: Mapping[str, str | int] = field(default_factory=dict)
+    drafts: bool = False
+
+    @property
+    def rank_block_bytes(self) -> int:
+        """Content of one block (or state) of all layers on one rank."""
+        if isinstance(self.content, StateFacts):
+            return len(self.layer_names) * self.content.num_bytes
+        return len(self.layer_names) * self.block_tokens * self.content.rank_heads * self.content.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """One engine, as far as the connector cares.
+    """One engine, as far as the connector cares. Pickles: ranks send theirs to the scheduler side.
 
     Attributes:
         vllm_version: e.g. `0.32.0`.
@@ -57,14 +114,20 @@ class EngineFacts:
         quantization: vLLM's name of the weight quantisation, or `none`.
         cache_dtype: vLLM's name of the cache type.
         device: `cpu` or `cuda`.
-        packing: What the bytes inside a cell depend on, e.g. backend and instruction set.
-        scheduler_block_tokens: Hits end on multiples of this.
+        scheduler_block_tokens: Hits end on multiples of this; a multiple of every group's block.
         num_blocks: Blocks of the engine's cache.
         tp_rank: This rank (0 on the scheduler side).
         tp_size: Tensor-parallel size.
-        attention: The group, or `None` when the model is not supported.
+        groups: The canonical groups, in the order of their first layer; empty when the model is not supported.
         unsupported: Why the connector stays out of the way, or `None`.
         load_failure_policy: vLLM's `kv_load_failure_policy`.
+        prefix_caching: vLLM caches prefixes itself, so that what was loaded for one request serves the next one.
+        load_format: vLLM's: whether the weights are what is in the files.
+        draft_path: Folder of a draft model's weights, where it has its own.
+        model_rules: Settings that change what the model computes beside its configuration; only those in use.
+        adapter_rules: Settings that change what an adapter does; only those in use.
+        media_rules: Settings that change what is made of a media item; only those in use.
+        retention_tokens: vLLM's `prefix_cache_retention_interval`.
     """
 
     vllm_version: str
@@ -75,11 +138,17 @@ class EngineFacts:
     quantization: str
     cache_dtype: str
     device: str
-    packing: Mapping[str, str | int]
     scheduler_block_tokens: int
     num_blocks: int
     tp_rank: int
     tp_size: int
-    attention: AttentionFacts | None
+    groups: tuple[GroupFacts, ...]
     unsupported: str | None
     load_failure_policy: str
+    prefix_caching: bool = True
+    load_format: str = "auto"
+    draft_path: str | None = None
+    model_rules: Mapping[str, Any] = field(default_factory=dict)
+    adapter_rules: Mapping[str, str] = field(default_factory=dict)
+    media_rules: Mapping[str, Any] = field(default_factory=dict)
+    retention_tokens: int | None = None

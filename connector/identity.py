@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
+from typing import Any
 
 from connector.canonical.attention import page_tokens_for
-from connector.canonical.slices import HeadGrid, head_grid
-from connector.facts import AttentionFacts, EngineFacts
+from connector.canonical.latent import LATENT_GRID
+from connector.canonical.recurrent import layer_bands
+from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_ranks
+from connector.canonical.window import within_windows
+from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.prefix_hash import LINK_TOKENS
-from kvstore.model.kinds import FullAttention
+from kvstore.errors import InvalidRequest
+from kvstore.model.kinds import Latent, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 
-__all__ = ["CacheShape", "describe_namespace", "read_shape"]
+__all__ = ["CacheShape", "GroupShape", "describe_namespace", "read_shape"]
 
 _FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One canonical group and how this engine's ranks share it.
+
+    Attributes:
+        facts: The group.
+        slices: The model's slices on this engine's ranks.
+        heads: The KV heads behind the slices; `None` for a recurrent group.
+    """
+
+    facts: GroupFacts
+    slices: SliceGrid
+    heads: HeadGrid | None
+
+    @property
+    def is_state(self) -> bool:
+        return isinstance(self.facts.kind, Recurrent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,47 +48,65 @@ class CacheShape:
     """The canonical shape of a model's cache, the same on all ranks and on the scheduler side.
 
     Attributes:
-        layout: Groups and slices.
-        grid: The KV heads behind the slices.
-        block_tokens: Tokens of a block; every boundary is a multiple of it.
+        layout: Groups and slices, as the store sees them.
+        groups: The same groups, as this engine holds them.
+        boundary_tokens: Resume points are multiples of this: the scheduler's block.
     """
 
     layout: Layout
-    grid: HeadGrid
-    block_tokens: int
+    groups: tuple[GroupShape, ...]
+    boundary_tokens: int
 
 
-def read_shape(attention: AttentionFacts) -> CacheShape | str:
+def read_shape(facts: EngineFacts) -> CacheShape | str:
     """The shape, or in words why this model's cache has none."""
-    grid = head_grid(attention.total_heads)
-    token_bytes = attention.head_token_bytes * grid.heads_per_slice
-    page_tokens = page_tokens_for(token_bytes, attention.element_bytes, attention.block_tokens)
-    if attention.block_tokens % LINK_TOKENS:
-        return f"the block size must be a multiple of {LINK_TOKENS} tokens, seen {attention.block_tokens}"
-    if attention.total_heads % attention.rank_heads or grid.num_slices % (
-        attention.total_heads // attention.rank_heads
-    ):
-        return f"the tensor-parallel size must divide the {grid.num_slices} shares of the KV heads"
-    layout = Layout(page_tokens, (GroupLayout(FullAttention(), grid.num_slices),))
-    return CacheShape(layout, grid, attention.block_tokens)
+    boundary = facts.scheduler_block_tokens
+    if boundary % LINK_TOKENS:
+        return f"the block size must be a multiple of {LINK_TOKENS} tokens, seen {boundary}"
+    if boundary % lcm(*(group.block_tokens for group in facts.groups)):
+        return f"blocks do not end at the scheduler's boundaries of {boundary} tokens"
+    try:
+        groups = tuple(_share_out(group, facts.tp_size) for group in facts.groups)
+    except InvalidRequest as error:
+        return str(error)
+    layout = Layout(
+        _page_tokens(groups, boundary),
+        tuple(GroupLayout(group.facts.kind, group.slices.num_slices) for group in groups),
+    )
+    return CacheShape(layout, groups, boundary)
+
+
+def _share_out(group: GroupFacts, ranks: int) -> GroupShape:
+    content = group.content
+    if isinstance(content, StateFacts):
+        bands = layer_bands(len(group.layer_names), content.num_bytes)
+        # a share of a rank cannot be cut for another number of ranks, so there are as many shares as ranks
+        slices = SliceGrid(bands, ranks) if content.replicated else SliceGrid(bands * ranks)
+        return GroupShape(group, slices, None)
+    if isinstance(group.kind, Latent):
+        return GroupShape(group, SliceGrid(1, ranks), LATENT_GRID)
+    heads = head_grid(content.total_heads)
+    return GroupShape(group, heads_on_ranks(heads, content.rank_heads, ranks), heads)
+
+
+def _page_tokens(groups: tuple[GroupShape, ...], boundary: int) -> int:
+    if any(group.is_state for group in groups):
+        return boundary  # the only points that such a model can be resumed at
+    wanted = []
+    for group in groups:
+        content = group.facts.content
+        assert isinstance(content, CellFacts) and group.heads is not None
+        token_bytes = content.token_bytes * group.heads.heads_per_slice * len(group.facts.layer_names)
+        wanted.append(page_tokens_for(token_bytes, content.element_bytes, boundary))
+    return within_windows(min(wanted), (group.facts.kind for group in groups), boundary)
 
 
 def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -> NamespaceDescription:
     """The description that the service turns into a namespace.
 
-    What is in it must be equal for pages to be interchangeable; what is not (tensor-parallel size, paths, hash
-    algorithm of vLLM, cache size) must not matter.
+    What is in it must be equal for pages to be interchangeable; what is not (paths, hash algorithm of vLLM, cache
+    size, and the tensor-parallel size except for recurrent states) must not matter.
     """
-    attention = facts.attention
-    assert attention is not None
-    note = {
-        "layers": list(attention.layer_names),
-        "heads": attention.total_heads,
-        "head_size": attention.head_size,
-        "head_size_v": attention.head_size_v,
-        "dtype": attention.dtype,
-        "packing": dict(facts.packing),
-    }
     return NamespaceDescription.from_fields(
         {
             "format": _FORMAT,
@@ -71,7 +115,27 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
             "weights_id": weights_id,
             "compute_dtype": facts.compute_dtype,
             "quantization": facts.quantization,
-            "cache_dtype": facts.cache_dtype,
-            "layout": describe_layout(shape.layout, (note,)),
+            # spelled out or not, it is the same type
+            "cache_dtype": "auto" if facts.cache_dtype == facts.compute_dtype else facts.cache_dtype,
+            **({"model_rules": facts.model_rules} if facts.model_rules else {}),
+            "layout": describe_layout(shape.layout, tuple(_note(group, facts.tp_size) for group in shape.groups)),
         }
     )
+
+
+def _note(group: GroupShape, ranks: int) -> Mapping[str, Any]:
+    facts, content = group.facts, group.facts.content
+    note: dict[str, Any] = {"layers": list(facts.layer_names), "packing": dict(facts.packing)}
+    if facts.drafts:
+        note["drafts"] = True
+    if isinstance(content, StateFacts):
+        shares = 1 if content.replicated else ranks
+        shapes = [list(shape) for shape in content.shapes]
+        return {**note, "shapes": shapes, "dtypes": list(content.dtypes), "tensor_parallel_size": shares}
+    return {
+        **note,
+        "heads": content.total_heads,
+        "head_size": content.head_size,
+        "head_size_v": content.head_size_v,
+        "dtype": content.dtype,
+    }

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstore.api import Retention
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 
-__all__ = ["LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
+__all__ = ["AuditJob", "AuditJobs", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""For each feed of a group the blocks of one span in token order, all equally many."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """One page or tail of one group, all its slices.
+    """One page, tail or state of one group, all its slices.
 
     Attributes:
         job_id: Unique in this engine; every rank answers it once.
         namespace: Where it goes.
         prefix: Hash of the tokens up to `stop_tokens`.
         group: Canonical group.
-        start_tokens: First token of the span.
+        start_tokens: First token of the span; `stop_tokens` for a state.
         stop_tokens: End of the span; its blocks are final when this step's forward is done.
-        block_ids: The span's blocks in token order.
+        block_ids: The span's blocks, or the one block that holds the state.
+        retention: How long it is likely to be of use.
     """
 
     job_id: int
@@ -29,7 +34,12 @@ class SaveJob:
     group: int
     start_tokens: int
     stop_tokens: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
+    retention: Retention = Retention.NORMAL
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +48,20 @@ class LoadPiece:
 
     Attributes:
         key: The record.
-        span_blocks: Blocks that the whole record spans.
+        span_blocks: Blocks that the whole record spans; 1 for a state.
         first_block: Index in the record of the first block to write.
-        block_ids: Where to write, in token order.
+        block_ids: Where to write.
     """
 
     key: RecordKey
     span_blocks: int
     first_block: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to write, in each feed."""
+        return len(self.block_ids[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +73,43 @@ class LoadJob:
         lease: Keeps the records readable.
         pieces: All slices; a rank loads its own. `None`: the load could not be planned; ranks report it as failed,
             since vLLM waits for their report.
+        audited: The blocks are read back before the load is reported.
     """
 
     request_id: str
     lease: bytes
     pieces: tuple[LoadPiece, ...] | None
+    audited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AuditJob:
+    """Leased records to compare with blocks that the engine has computed itself.
+
+    Attributes:
+        audit_id: Unique in this engine; every rank answers it once.
+        lease: Keeps the records readable.
+        pieces: All slices; a rank compares its own. The blocks are final when this step's forward is done.
+    """
+
+    audit_id: int
+    lease: bytes
+    pieces: tuple[LoadPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditJobs:
+    """The audit's part of a step.
+
+    Attributes:
+        records: To compare with pages that are final after this step's forward.
+        read_backs: Requests with an audited load whose first forward is in this step.
+        gone: Requests with an audited load whose blocks are gone.
+    """
+
+    records: tuple[AuditJob, ...] = ()
+    read_backs: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +120,13 @@ class StepJobs:
         loads: Requests to load for.
         saves: Pages to save, final after this step's forward.
         computes: Whether the step has a forward at all.
+        audit: What to look at once more.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     computes: bool = True
+    audit: AuditJobs = AuditJobs()
 
 
 @dataclass(slots=True)
@@ -87,14 +136,21 @@ class RankReport:
     Attributes:
         saves_done: For each finished save job the number of ranks that are done with its buffers, stored or not.
         saves_failed: Jobs of which a slice was not stored: a hole in their prefix.
+        audits_done: For each finished audit job the number of ranks that are done with its records.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
     saves_failed: set[int] = field(default_factory=set)
+    audits_done: dict[int, int] = field(default_factory=dict)
 
     def merge(self, other: RankReport) -> RankReport:
         """The sum of two reports."""
-        merged = dict(self.saves_done)
-        for job_id, ranks in other.saves_done.items():
-            merged[job_id] = merged.get(job_id, 0) + ranks
-        return RankReport(merged, self.saves_failed | other.saves_failed)
+        return RankReport(
+            _add_up(self.saves_done, other.saves_done),
+            self.saves_failed | other.saves_failed,
+            _add_up(self.audits_done, other.audits_done),
+        )
+
+
+def _add_up(ones: dict[int, int], others: dict[int, int]) -> dict[int, int]:
+    return {job_id: ones.get(job_id, 0) + others.get(job_id, 0) for job_id in ones.keys() | others.keys()}

@@ -1,8 +1,10 @@
 """The prefix hash: our own SHA-256 chain over everything the KV of a prefix depends on.
 
-A link covers 16 tokens: `link = SHA-256(previous link + tokens as uint32 little-endian)`. The root holds what the whole
-request has in common (`cache_salt`). Nothing in it depends on vLLM's block size or hash algorithm, on
-`PYTHONHASHSEED`, on the Python version or on file paths, so engines with different settings meet.
+A link covers 16 tokens: `link = SHA-256(previous link + tokens as uint32 little-endian + rest)`; the rest is empty
+unless media or embeddings lie in the link. The root holds what the whole request has in common: `cache_salt`, and the
+digest of an adapter where there is one. Nothing in it depends on vLLM's block size or hash algorithm, on
+`PYTHONHASHSEED`, on the Python version or on file paths, so engines with different settings meet. The table of it is
+docs/formats/prefix-hash-v1.md.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from connector.content import PromptContent
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import Boundary, PrefixHash
 
@@ -26,28 +29,59 @@ class PrefixChain:
     """Hashes of a growing token sequence at every multiple of `step_tokens`.
 
     Takes time linear in the tokens; for long prompts too long for the scheduler's thread.
+
+    Args:
+        step_tokens: Distance of boundaries.
+        cache_salt: vLLM's.
+        content: What the prompt holds beside tokens.
     """
 
-    def __init__(self, step_tokens: int, cache_salt: str | None = None) -> None:
+    def __init__(self, step_tokens: int, cache_salt: str | None = None, content: PromptContent | None = None) -> None:
         if step_tokens <= 0 or step_tokens % LINK_TOKENS:
             raise InvalidRequest(f"boundaries must be multiples of {LINK_TOKENS} tokens", step_tokens=step_tokens)
         self._step_tokens = step_tokens
         salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
-        self._link = hashlib.sha256(_ROOT + len(salt).to_bytes(4, "little") + salt).digest()
+        self._root = _ROOT + len(salt).to_bytes(4, "little") + salt
+        self._link = hashlib.sha256(self._root).digest()
         self._hashed_tokens = 0
+        self._content = content or PromptContent()
+        self._media: Mapping[int, bytes] | None = None
+        self.adapter = self._content.adapter
+        """The adapter whose digest must be told before the first `extend`, or `None`."""
         self.boundaries: list[Boundary] = []
+
+    def tell_adapter(self, digest: bytes) -> None:
+        """The adapter's content is known."""
+        assert self.adapter is not None
+        assert self._hashed_tokens == 0
+        assert len(digest) == hashlib.sha256().digest_size
+        self._link = hashlib.sha256(self._root + b"\1" + digest).digest()
+        self.adapter = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash what `tokens` (the whole sequence so far) has beyond the last call, in whole links."""
+        assert self.adapter is None, "an adapter without digest"
         stop = len(tokens) // LINK_TOKENS * LINK_TOKENS
         packed = array("I", tokens[self._hashed_tokens : stop])
         if sys.byteorder == "big":
             packed.byteswap()
         data = memoryview(packed).cast("B")
         link, position, step = self._link, self._hashed_tokens, self._step_tokens
+        plain = not self._content.media and self._content.embedded is None
         for offset in range(0, len(data), _LINK_BYTES):
-            link = hashlib.sha256(link + data[offset : offset + _LINK_BYTES]).digest()
+            rest = b"" if plain else self._rest(position)
+            link = hashlib.sha256(link + data[offset : offset + _LINK_BYTES] + rest).digest()
             position += LINK_TOKENS
             if position % step == 0:
                 self.boundaries.append(Boundary(position, PrefixHash(link)))
         self._link, self._hashed_tokens = link, position
+
+    def _rest(self, start: int) -> bytes:
+        """What of the link at `start` its token ids do not tell."""
+        if self._media is None:
+            self._media = self._content.media_in_links(LINK_TOKENS)
+        rest = self._media.get(start, b"")
+        embedded = self._content.embedded
+        if embedded is not None and (digest := embedded.digest(start, start + LINK_TOKENS)):
+            rest += b"E" + digest
+        return rest

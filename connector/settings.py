@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ MIB = 1 << 20
 _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _MODES = ("both", "load", "save", "off")
+_MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,12 @@ class ConnectorSettings:
         mode: `both`, `load` (read only), `save` (write only) or `off`.
         weights_id: Names the weights instead of a digest of their files. Two engines with equal ids share pages, so an
             id that stays the same while weights change serves wrong output.
-        weights_may_change: The weights are updated in place (reinforcement learning). Not supported yet: such an
-            engine is left uncached.
-        trust_mm_uuids: Take identifiers that users chose for multimodal items as content. Not supported yet, since
-            requests with multimodal items are not cached yet.
+        weights_may_change: The weights are updated in place (reinforcement learning): a reset of the caches ends saves
+            and loads until there is another weights id.
+        weights_id_file: Where that id is written, before the reset that is to take it up. Only with
+            `weights_may_change`.
+        trust_mm_uuids: Take identifiers of media as their content although users may have chosen them; without it
+            requests with media are not cached. A user who gives two images one identifier gets the wrong one's pages.
         pinned_bytes: Host memory per rank for pages on their way, half of it for saves. A full prompt of saves that
             does not fit waits for its request's next step, or is dropped at its end.
         memory_bytes: Memory tier of the embedded service; `None` is its default, a tenth of the RAM.
@@ -42,7 +46,14 @@ class ConnectorSettings:
         stall_timeout_ms: Fetching ends when no byte came for this long; what has come is used. Longer than
             the service's own `stall_timeout_ms`, so that its answer with what has come is not missed.
         max_wait_ms: Longest wait for a fetch, however well it goes.
-        audit_rate: Share of restored pages to recompute and compare. Not supported yet: only 0.
+        whole_prompt_hits: A prompt of a model with attention only that is stored to its very end is loaded whole, and
+            one token is computed instead of a block. Off by default: then a restored run computes what a run from
+            vLLM's own cache computes, and equals it bit for bit.
+        load_always: Take every hit in full, within `max_wait_ms`, also where computing would be quicker; for comparing
+            the two.
+        audit_rate: Share of resume points (0 to 1, chosen by their hash) whose records this engine checks: the first
+            request that would resume there computes instead, and its pages are compared with the stored ones; what is
+            loaded is read back. 0.01 makes one first resume in a hundred as slow as a miss; 1 is for tests.
     """
 
     url: str = "embedded:"
@@ -50,6 +61,7 @@ class ConnectorSettings:
     mode: str = "both"
     weights_id: str | None = None
     weights_may_change: bool = False
+    weights_id_file: str | None = None
     trust_mm_uuids: bool = False
     pinned_bytes: int = 512 * MIB
     memory_bytes: int | None = None
@@ -57,7 +69,35 @@ class ConnectorSettings:
     lookup_timeout_ms: int = 300
     stall_timeout_ms: int = 600
     max_wait_ms: int = 10_000
-    audit_rate: int = 0
+    whole_prompt_hits: bool = False
+    load_always: bool = False
+    audit_rate: float = 0.0
+
+    def for_role(self, kv_role: str) -> ConnectorSettings:
+        """These settings as vLLM's role narrows them: a producer only saves, a consumer only loads.
+
+        A consumer takes every hit in full: computing prompts is what its prefill engine is for.
+
+        Args:
+            kv_role: `kv_both`, `kv_producer` or `kv_consumer`.
+
+        Raises:
+            InvalidRequest: `mode` asks for what the role leaves out.
+        """
+        narrowed = _MODE_OF_ROLE.get(kv_role)
+        if narrowed is None or self.mode == "off":
+            return self
+        load_always = self.load_always or narrowed == "load"
+        if self.mode == narrowed:
+            return replace(self, load_always=load_always)
+        if self.mode != "both":
+            raise InvalidRequest(
+                f"kv_role {kv_role} only {narrowed}s: leave mode out, or set kv_role to kv_both",
+                field="mode",
+                seen=self.mode,
+                kv_role=kv_role,
+            )
+        return replace(self, mode=narrowed, load_always=load_always)
 
     @property
     def loads(self) -> bool:
@@ -101,8 +141,8 @@ class ConnectorSettings:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise InvalidRequest("expected a positive number", field=field, seen=value)
-        if self.audit_rate != 0:
-            raise InvalidRequest("auditing is not supported yet: only 0", field="audit_rate", seen=self.audit_rate)
+        if not 0 <= self.audit_rate <= 1:
+            raise InvalidRequest("expected a share from 0 to 1", field="audit_rate", seen=self.audit_rate)
         if self.weights_id == "":
             raise InvalidRequest("expected a name, or leave it out for a digest of the files", field="weights_id")
 
@@ -147,6 +187,10 @@ def _convert(origin: str, wanted: str, value: Any) -> Any:
             return value
         if isinstance(value, str) and value.lower() in ("true", "1", "false", "0"):
             return value.lower() in ("true", "1")
+    if wanted == "float":
+        with suppress(ValueError, TypeError):
+            if not isinstance(value, bool):
+                return float(value)
     if wanted.startswith("int"):
         if isinstance(value, int) and not isinstance(value, bool):
             return value
@@ -154,7 +198,7 @@ def _convert(origin: str, wanted: str, value: Any) -> Any:
             return int(value)
         if isinstance(value, str) and (number := _parse_number(value)) is not None:
             return number
-    expected = {"bool": "true or false", "int": "a whole number, or for bytes a text like '8GiB'"}
+    expected = {"bool": "true or false", "float": "a number", "int": "a whole number, or for bytes a text like '8GiB'"}
     kind = "text" if wanted.startswith("str") else expected["int" if wanted.startswith("int") else wanted]
     raise InvalidRequest(f"expected {kind}", field=origin, seen=repr(value))
 

@@ -2,123 +2,233 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
 
-from connector.facts import AttentionFacts, EngineFacts
+from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
+from connector.vllm_rules import read_rules
+from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 
 __all__ = ["SUPPORTED_VLLM", "cache_layers", "read_facts"]
 
 SUPPORTED_VLLM = ("0.32",)
-_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
+_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+_TOKEN_BACKENDS = (
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+    *("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
+)
+"""On a GPU these keep a token's key and then its value, or its latent vector, where the tensor says: read in 0.32."""
+
+
+class _Unsupported(Exception):
+    """Why this engine's cache cannot be cached, in words for the operator."""
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Read one engine's facts; never raises for a model that is merely not supported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     scheduler_block, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    unsupported = _why_unsupported(vllm_config, kv_cache_config)
-    attention = None if unsupported else _read_attention(vllm_config, kv_cache_config)
+    groups: tuple[GroupFacts, ...] = ()
+    unsupported = None
+    try:
+        _refuse_unsupported_engines(vllm_config)
+        groups = _read_groups(vllm_config, kv_cache_config)
+    except _Unsupported as reason:
+        unsupported = str(reason)
     return EngineFacts(
         vllm_version=vllm.__version__,
-        model_path=str(model.model),
         architecture=str((model.architectures or ["unknown"])[0]),
-        model_config=_plain({k: v for k, v in model.hf_config.to_dict().items() if k not in _VOLATILE}),
         compute_dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         device=str(current_platform.device_type),
-        packing=_packing(vllm_config, attention) if attention else {},
         scheduler_block_tokens=scheduler_block,
         num_blocks=kv_cache_config.num_blocks,
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
         tp_size=parallel.tensor_parallel_size,
-        attention=attention,
+        groups=groups,
         unsupported=unsupported,
         load_failure_policy=str(vllm_config.kv_transfer_config.kv_load_failure_policy),
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        retention_tokens=vllm_config.cache_config.prefix_cache_retention_interval,
+        **read_rules(vllm_config),
     )
 
 
 def cache_layers(kv_caches: Mapping[str, torch.Tensor], names: tuple[str, ...], num_blocks: int) -> list[torch.Tensor]:
-    """The group's cache tensors, dimension 0 = the manager's blocks, in the order of `names`."""
+    """The layers' cache tensors, dimension 0 = the manager's blocks, in the order of `names`.
+
+    By name and not by iterating: layers that share another's cache are in the mapping too.
+    """
     return [group_kernel_blocks(kv_caches[name], num_blocks) for name in names]
 
 
-def _why_unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def _refuse_unsupported_engines(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
-        return f"vLLM {vllm.__version__} is not supported, only {', '.join(SUPPORTED_VLLM)}"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} cache groups; only one full-attention group is supported yet"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
-        return f"caches of kind {type(spec).__name__} are not supported yet"
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
-        return "windowed, chunked or non-causal attention is not supported yet"
-    if spec.kv_quant_mode.value != 0 or spec.state_content_bytes is not None or spec.tokens_per_state != 1:
-        return "quantised or packed cache cells are not supported yet"
-    if groups[0].is_eagle_group or vllm_config.speculative_config is not None:
-        return "speculative decoding is not supported yet"
-    if parallel.pipeline_parallel_size * parallel.decode_context_parallel_size != 1:
-        return "pipeline and decode-context parallelism are not supported yet"
-    if parallel.prefill_context_parallel_size != 1:
-        return "prefill-context parallelism is not supported yet"
-    if kv_cache_config.kv_tp_replicas != 1 or spec.num_heads != spec.num_kv_heads:
-        return "replicated KV heads are not supported yet"
-    if current_platform.device_type != "cpu":
-        return f"device {current_platform.device_type} is not supported yet"
-    return None
+        raise _Unsupported(f"vLLM {vllm.__version__} is not supported, only {', '.join(SUPPORTED_VLLM)}")
+    if parallel.pipeline_parallel_size != 1:
+        raise _Unsupported("pipeline parallelism is not supported: the layers of a page are on one rank")
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        raise _Unsupported("context parallelism (DCP, PCP) is not supported: its interleaved tokens are not proven")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise _Unsupported("calculate_kv_scales makes scales of each engine's own; use the checkpoint's scales")
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
+        raise _Unsupported(f"{current_platform.device_name} is not supported, only CPUs and Nvidia's GPUs")
 
 
-def _read_attention(vllm_config: Any, kv_cache_config: Any) -> AttentionFacts:
-    group = kv_cache_config.kv_cache_groups[0]
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    name: str
+    vllm_group: int
+
+
+def _read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[GroupFacts, ...]:
+    """All layers by kind and spec, whatever the groups that vLLM made of them."""
+    layers: dict[tuple[Any, ...], list[_Layer]] = {}
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if index not in kv_cache_config.prefix_cacheable_group_ids:
+            raise _Unsupported("the model has caches that vLLM does not cache by prefix (rings, replayed windows)")
+        for name, spec in _layer_specs(group):
+            content = _read_content(vllm_config, spec)
+            packing = _packing(vllm_config, name, spec)
+            key = (_kind_of(spec), content, spec.block_size, group.is_eagle_group, packing)
+            layers.setdefault(key, []).append(_Layer(name, index))
+    groups = []
+    for (kind, content, block_tokens, drafts, packing), members in layers.items():
+        members.sort(key=lambda layer: _model_order(layer.name))
+        feed_groups = tuple(sorted({layer.vllm_group for layer in members}))
+        groups.append(
+            GroupFacts(
+                kind=kind,
+                layer_names=tuple(layer.name for layer in members),
+                feeds=tuple(feed_groups.index(layer.vllm_group) for layer in members),
+                feed_groups=feed_groups,
+                block_tokens=block_tokens,
+                content=content,
+                packing=dict(packing),
+                drafts=drafts,
+            )
+        )
+    return tuple(sorted(groups, key=lambda group: (group.drafts, _model_order(group.layer_names[0]))))
+
+
+def _layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
     spec = group.kv_cache_spec
-    return AttentionFacts(
-        layer_names=tuple(group.layer_names),
-        block_tokens=spec.block_size,
+    for name in group.layer_names:
+        yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _model_order(name: str) -> tuple[tuple[int, ...], str]:
+    return tuple(int(number) for number in re.findall(r"\d+", name)), name
+
+
+def _kind_of(spec: Any) -> GroupKind:
+    # exact types: a subclass may change what a block holds or which blocks are needed
+    if type(spec) is MambaSpec:
+        if spec.mamba_cache_mode != "align":
+            raise _Unsupported("recurrent states are only kept at block boundaries in vLLM's mode 'align'")
+        return Recurrent()
+    if type(spec) is SlidingWindowSpec:
+        return SlidingWindow(spec.sliding_window, spec.extra_retained_tokens)
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return ChunkedLocal(spec.attention_chunk_size)
+    if type(spec) is MLAAttentionSpec and spec.model_version is None:
+        return Latent()
+    if type(spec) is FullAttentionSpec:  # also for windows where vLLM's hybrid manager is off: it keeps every block
+        return FullAttention()
+    raise _Unsupported(f"caches of kind {type(spec).__name__} are not supported yet")
+
+
+def _read_content(vllm_config: Any, spec: Any) -> CellFacts | StateFacts:
+    if isinstance(spec, MambaSpec):
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+        return StateFacts(
+            shapes=tuple(tuple(shape) for shape in spec.shapes),
+            dtypes=tuple(_name(dtype) for dtype in spec.dtypes),
+            part_bytes=tuple(sizes),
+            replicated=spec.tp_replicated or vllm_config.parallel_config.tensor_parallel_size == 1,
+        )
+    if getattr(spec, "non_causal", False):
+        raise _Unsupported("non-causal attention makes the cache of a prefix depend on what follows")
+    if spec.kv_quant_mode not in _QUANT_MODES or spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
+        raise _Unsupported(f"cache cells of quantisation {spec.kv_quant_mode.name} or of several tokens")
+    width, rest = divmod(spec.state_content_size_bytes, spec.dtype.itemsize)
+    if rest or (spec.state_content_bytes is not None and not isinstance(spec, MLAAttentionSpec)):
+        raise _Unsupported("packed cache cells are not supported yet")
+    latent = isinstance(spec, MLAAttentionSpec)
+    return CellFacts(
         rank_heads=spec.num_kv_heads,
-        total_heads=spec.num_kv_heads * vllm_config.parallel_config.tensor_parallel_size,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
+        total_heads=1 if latent else _total_heads(vllm_config, spec),
+        head_size=width if latent else spec.head_size,
+        head_size_v=0 if latent else spec.head_size_v,
         element_bytes=spec.dtype.itemsize,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=_name(spec.dtype),
     )
 
 
-def _packing(vllm_config: Any, attention: AttentionFacts) -> dict[str, str | int]:
-    """The CPU backend blocks keys by instruction set, in a way that may change with vLLM's release."""
+def _total_heads(vllm_config: Any, spec: Any) -> int:
+    """KV heads of the whole model: a rank with one head may hold a copy of another rank's."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks == 1 or spec.num_kv_heads > 1:
+        return int(spec.num_kv_heads) * ranks
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    if ranks % total and total % ranks:
+        raise _Unsupported(f"{total} KV heads on {ranks} ranks are not shared out evenly")
+    return min(total, ranks)
+
+
+def _packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | int], ...]:
+    """What the bytes inside a block depend on, beyond the model.
+
+    The CPU backend blocks keys by instruction set, in a way that may change with vLLM's release; a recurrent state is
+    laid out as its kernels like it.
+    """
+    if current_platform.is_cuda():
+        return _gpu_packing(vllm_config, name, spec)
+    machine = current_platform.get_cpu_architecture().name
+    common: tuple[tuple[str, str | int], ...] = (("block_tokens", spec.block_size), ("vllm", vllm.__version__))
+    if isinstance(spec, MambaSpec | MLAAttentionSpec):
+        return (("backend", "CPU"), ("machine", machine), *common)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(
-        getattr(torch, attention.dtype),
-        attention.block_tokens,
-        attention.head_size,
-        vllm_config.cache_config.cache_dtype,
-    )
-    return {
-        "backend": "CPU_ATTN",
-        "isa": isa,
-        "machine": current_platform.get_cpu_architecture().name,
-        "block_tokens": attention.block_tokens,
-        "vllm": vllm.__version__,
-    }
+    isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
+    return (("backend", "CPU_ATTN"), ("isa", isa), ("machine", machine), *common)
 
 
-def _plain(value: Any) -> Any:
-    """JSON without floats: a description is compared byte by byte, and text of a float is exact (`repr`)."""
-    if isinstance(value, float):
-        return repr(value)
-    if value is None or isinstance(value, str | int | bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value)
+def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | int], ...]:
+    """Attention: the order of channels within a token alone, so that engines of other layouts and block sizes meet."""
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
+    if layer is None:
+        raise _Unsupported(f"the attention backend of {name} is not known")
+    backend = str(layer.get_attn_backend().get_name())
+    if isinstance(spec, MambaSpec):
+        from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+        kernels = (("backend", backend), ("convolution", str(get_conv_state_layout())))
+        return (*kernels, ("block_tokens", spec.block_size), ("vllm", vllm.__version__))
+    if backend not in _TOKEN_BACKENDS:
+        raise _Unsupported(f"attention backend {backend} is not known to keep the bytes of a token together")
+    return (("cell", "token"),)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

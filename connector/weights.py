@@ -11,26 +11,42 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from connector.facts import EngineFacts
 from kvstore.errors import InvalidRequest
 
-__all__ = ["digest_weights", "find_weight_files"]
+__all__ = ["WeightsIdFile", "digest_weights", "file_identity", "find_weight_files", "find_weights_id"]
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_BY_SUFFIX = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
+"""Load formats that take safetensors where there are any."""
+_ANY_FILE = ("pt", "npcache", "gguf", "bitsandbytes")
 _CHUNK_BYTES = 8 << 20
+_ID_BYTES_MAX = 1024
+_WEIGHTS_ID = re.compile(rb"[!-~]([ -~]{0,254}[!-~])?")
 _SHA256_HEX = re.compile("[0-9a-f]{64}")
 
 
-def find_weight_files(model_path: str) -> list[Path]:
+def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
     """The weight files of a model folder (or the one file that `model_path` is), sorted by name.
 
+    Args:
+        model_path: The folder.
+        load_format: vLLM's: which of its files it reads, or that the weights are from somewhere else.
+
     Raises:
-        InvalidRequest: There is none: the operator has to set `weights_id`.
+        InvalidRequest: There is none, or the weights are not from files: the operator has to set `weights_id`.
     """
+    if load_format not in (*_BY_SUFFIX, *_ANY_FILE):
+        raise InvalidRequest(
+            "these weights are not those of the model's files; set weights_id",
+            field="weights_id",
+            load_format=load_format,
+        )
     path = Path(model_path)
     if path.is_file():
         return [path]
     files = sorted(file for file in path.glob("*") if file.suffix in _SUFFIXES and file.is_file())
-    if any(file.suffix == ".safetensors" for file in files):
+    if load_format in _BY_SUFFIX and any(file.suffix == ".safetensors" for file in files):
         files = [file for file in files if file.suffix == ".safetensors"]
     if not files:
         raise InvalidRequest("found no weight files to digest; set weights_id", field="weights_id", model=model_path)
@@ -46,7 +62,7 @@ def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     cache = cache_folder / "weights.json"
     known = _read_cache(cache)
     # before reading: a file that is replaced meanwhile must not be known by the digest of what it was
-    identities = [_identity(file) for file in files]
+    identities = [file_identity(file) for file in files]
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
         digests = list(pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files))
     _write_cache(cache, {**known, **dict(zip(identities, digests, strict=True))})
@@ -57,7 +73,62 @@ def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     return total.hexdigest()
 
 
-def _identity(file: Path) -> str:
+def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
+    """The id of an engine's weights, those of a draft model included: a digest, so it reads all of their bytes once.
+
+    Raises:
+        InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
+        OSError: A file cannot be read.
+    """
+    own = digest_weights(find_weight_files(facts.model_path, facts.load_format), cache_folder)
+    if facts.draft_path is None:
+        return own
+    draft = digest_weights(find_weight_files(facts.draft_path, facts.load_format), cache_folder)
+    return hashlib.sha256(f"{own} with the draft model {draft}".encode()).hexdigest()
+
+
+class WeightsIdFile:
+    """The file that an operator writes the id of new weights to.
+
+    What it holds at the start is not read: it may be of an earlier run, and what the engine has are the model's files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._taken = self._stamp()
+
+    def read(self) -> str | None:
+        """The id that was written since the last `take`, or `None`.
+
+        Raises:
+            InvalidRequest: What was written is no id, or it is being written.
+            OSError: It cannot be read.
+        """
+        stamp = self._stamp()
+        if stamp is None or stamp == self._taken:
+            return None
+        with self._path.open("rb") as file:
+            data = file.read(_ID_BYTES_MAX).strip()
+        if self._stamp() != stamp:
+            raise InvalidRequest("the file changes while it is read: write another one and rename it", path=self._path)
+        if not _WEIGHTS_ID.fullmatch(data):
+            raise InvalidRequest("expected one line of 1 to 256 printable ASCII characters", path=self._path)
+        return data.decode("ascii")
+
+    def take(self) -> None:
+        """What is in the file now has been used."""
+        self._taken = self._stamp()
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def file_identity(file: Path) -> str:
+    """Changes when a file's content does, as far as its metadata can tell."""
     stat = file.resolve().stat()
     return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
 

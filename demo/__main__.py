@@ -3,90 +3,75 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-
-from rich.console import Console
 
 from demo.backends import Backend, embedded, real
 from demo.report import Row, as_line, as_table, failures
 from demo.runs import Prompt, Run, run_connected, run_reference
+from demo.shell import Say, run_as_program
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
-from kvstore.testing.engine import Answer, EngineFailed, seeded_prompt
-from kvstore.testing.servers import CannotInstall
-from kvstore.testing.servers.process import ServerFailed
+from kvstore.testing.engine import Answer, seeded_prompt
 
-MODEL = "llama-demo"
+MODELS = ("llama-demo", "qwen3next-demo")
+"""A model with attention alone, and a hybrid: recurrent states beside attention."""
+
 PROMPT_SEED = 8192
-INTERRUPTED = 130
-LOG_COLUMNS = 150
 
-Say = Callable[[str], None]
+References = dict[str, tuple[Prompt, tuple[Answer, Answer]]]
+"""By model what is asked, and the answers of an engine without a store."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="demo", description="Resume a prompt from saved pages, on real engines.")
     parser.add_argument("--backends", choices=("embedded", "real"), default="embedded")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--prompt-tokens", type=int, default=8192)
     parser.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / ".work")
     arguments = parser.parse_args()
-    console = Console(stderr=True)
-    if not console.is_terminal:  # a log file: nothing to wrap for
-        console.width = LOG_COLUMNS
-    for number in (signal.SIGINT, signal.SIGTERM):  # so that whatever ends us, our blocks end what they started;
-        signal.signal(number, _as_interrupt)  # a shell's background jobs would otherwise ignore SIGINT
-    started_s = time.monotonic()
-    try:
-        with console.status("starting") as status:
-
-            def say(text: str) -> None:
-                status.update(text)
-                console.print(f"[dim]{time.monotonic() - started_s:6.1f} s[/dim]  {text}", highlight=False)
-
-            rows = run(arguments.backends, arguments.prompt_tokens, arguments.work, say)
-    except KeyboardInterrupt:
-        console.print("interrupted; everything that was started has ended")
-        return INTERRUPTED
-    except (CannotInstall, EngineFailed, ServerFailed, TimeoutError) as error:
-        console.print(f"demo: {error}", markup=False, highlight=False)
-        return 1
-    console.print(as_table(rows))
-    found = failures(rows)
-    for failure in found:
-        console.print(f"[red]failed[/red]: {failure}")
-    print(as_line(rows), flush=True)
-    return 1 if found else 0
+    return run_as_program(
+        lambda say: run(arguments.backends, arguments.models, arguments.prompt_tokens, arguments.work, say),
+        table=as_table,
+        line=as_line,
+        failures=failures,
+    )
 
 
-def run(backends: str, prompt_tokens: int, work: Path, say: Say) -> list[Row]:
-    """All runs of the demo, in order."""
-    say(f"writing the checkpoint {MODEL}")
-    checkpoint = write_checkpoint(MODEL, work / "checkpoints")
-    prompt = Prompt(checkpoint, seeded_prompt(PROMPT_SEED, prompt_tokens, vocabulary=VOCABULARY))
-    reference = run_reference(prompt, work, say)
+def run(backends: str, models: Sequence[str], prompt_tokens: int, work: Path, say: Say) -> list[Row]:
+    """All runs of the demo, in order: each of the backend's states for every model."""
+    references: References = {}
+    for model in models:
+        say(f"{model}: writing the checkpoint")
+        checkpoint = write_checkpoint(model, work / "checkpoints")
+        prompt = Prompt(model, checkpoint, seeded_prompt(PROMPT_SEED, prompt_tokens, vocabulary=VOCABULARY))
+        references[model] = prompt, run_reference(prompt, work, say)
     if backends == "embedded":
         with embedded(say) as backend:
-            return [_save_and_restore(backend, prompt, reference, work, say)]
+            return _save_and_restore(backend, references, work, say)
     with real(say) as backend:
-        rows = [_save_and_restore(backend, prompt, reference, work, say)]
+        rows = _save_and_restore(backend, references, work, say)
         say("a fresh service: its memory is empty, Redis has the pages")
         backend.restart()
-        rows.append(_row("r", prompt, reference, _run("r", backend, prompt, work, say)))
+        rows += _restore("r", backend, references, work, say)
         say("emptying Redis, and a fresh service: only S3 is left")
         backend.flush_hot()
         backend.restart()
-        return [*rows, _row("d", prompt, reference, _run("d", backend, prompt, work, say))]
+        return rows + _restore("d", backend, references, work, say)
 
 
-def _save_and_restore(backend: Backend, prompt: Prompt, reference: tuple[Answer, Answer], work: Path, say: Say) -> Row:
-    _run("b", backend, prompt, work, say)
+def _save_and_restore(backend: Backend, references: References, work: Path, say: Say) -> list[Row]:
+    for prompt, _ in references.values():
+        _run("b", backend, prompt, work, say)
     say("(b) waiting until all pages have reached every tier")
     backend.wait_saved()
-    return _row("c", prompt, reference, _run("c", backend, prompt, work, say))
+    return _restore("c", backend, references, work, say)
+
+
+def _restore(name: str, backend: Backend, references: References, work: Path, say: Say) -> list[Row]:
+    return [
+        _row(name, prompt, answers, _run(name, backend, prompt, work, say)) for prompt, answers in references.values()
+    ]
 
 
 def _run(name: str, backend: Backend, prompt: Prompt, work: Path, say: Say) -> Run:
@@ -104,7 +89,7 @@ def _run(name: str, backend: Backend, prompt: Prompt, work: Path, say: Say) -> R
 def _row(name: str, prompt: Prompt, reference: tuple[Answer, Answer], run: Run) -> Row:
     computed, resumed = reference
     return Row(
-        model=MODEL,
+        model=prompt.model,
         run=name,
         prompt_tokens=len(prompt.tokens),
         external_tokens=run.answer.num_cached_tokens,
@@ -116,10 +101,6 @@ def _row(name: str, prompt: Prompt, reference: tuple[Answer, Answer], run: Run) 
         logprob_difference=run.answer.difference(resumed),
         tiers=run.tiers,
     )
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

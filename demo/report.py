@@ -69,13 +69,24 @@ def as_line(rows: Sequence[Row]) -> str:
 
 def as_table(rows: Sequence[Row]) -> Table:
     table = Table(title="a prompt computed, and resumed by fresh engines")
-    for name in ("run", "prompt", "restored", "first token, computed", "and restored", "speed-up", "raw", "stored"):
-        table.add_column(name, justify="left" if name == "run" else "right")
+    for name in (
+        "run",
+        "model",
+        "prompt",
+        "restored",
+        "first token, computed",
+        "and restored",
+        "speed-up",
+        "raw",
+        "stored",
+    ):
+        table.add_column(name, justify="left" if name in ("run", "model") else "right")
     table.add_column("outputs equal")
     table.add_column("records read from")
     for row in rows:
         table.add_row(
             f"({row.run})",
+            row.model,
             f"{row.prompt_tokens:,} tokens",
             f"{row.external_tokens:,} tokens",
             f"{row.recompute_ttft_s:.2f} s",
@@ -94,9 +105,9 @@ def failures(rows: Sequence[Row]) -> list[str]:
     found = [] if rows else ["no run restored anything"]
     for row in rows:
         if not row.outputs_equal:
-            found.append(f"run ({row.run}) generated other tokens than the reference")
+            found.append(f"run ({row.run}) of {row.model} generated other tokens than the reference")
         if row.external_tokens <= 0:
-            found.append(f"run ({row.run}) restored nothing")
+            found.append(f"run ({row.run}) of {row.model} restored nothing")
         if row.run == "d" and set(row.tiers) != {"s3"}:
-            found.append(f"run ({row.run}) was to read from S3 alone, and read from {dict(row.tiers)}")
+            found.append(f"run ({row.run}) of {row.model} was to read from S3 alone, and read from {dict(row.tiers)}")
     return found

@@ -21,6 +21,7 @@ Say = Callable[[str], None]
 class Prompt:
     """What is asked, and of which model."""
 
+    model: str
     checkpoint: Path
     tokens: tuple[int, ...]
     max_tokens: int = 32
@@ -49,8 +50,8 @@ class Run:
 def run_reference(prompt: Prompt, work: Path, say: Say) -> tuple[Answer, Answer]:
     """(a): no connector. Returns the computed answer, and the one resumed from the engine's own cache."""
     spec = EngineSpec(checkpoint=prompt.checkpoint, kv_cache_gib=_KV_CACHE_GIB)
-    say("(a) starting vLLM without a store")
-    with start_engine(spec, work=work, name="demo-a") as engine:
+    say(f"(a) {prompt.model}: starting vLLM without a store")
+    with start_engine(spec, work=work, name=f"demo-a-{prompt.model}") as engine:
         engine.generate([_warm_up("a")], timeout_s=_ANSWER_S)
         say(f"(a) computing {len(prompt.tokens):,} tokens")
         (computed,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
@@ -84,8 +85,8 @@ def run_connected(
     spec = EngineSpec(
         checkpoint=prompt.checkpoint, kv_cache_gib=_KV_CACHE_GIB, connector=connector, environment=environment
     )
-    say(f"({name}) starting a fresh vLLM with the connector")
-    with start_engine(spec, work=work, name=f"demo-{name}") as engine:
+    say(f"({name}) {prompt.model}: starting a fresh vLLM with the connector")
+    with start_engine(spec, work=work, name=f"demo-{name}-{prompt.model}") as engine:
         engine.generate([_warm_up(name)], timeout_s=_ANSWER_S)
         before, raw_before = counters(), engine.connector_counters()
         say(f"({name}) asking for {len(prompt.tokens):,} tokens")

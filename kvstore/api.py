@@ -18,6 +18,8 @@ from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.spans import MAX_PREFIX_TOKENS
+from kvstore.runtime.arena import Arena
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 
 __all__ = [
@@ -25,8 +27,10 @@ __all__ = [
     "Deadline",
     "LeaseId",
     "Lookup",
+    "Offer",
     "PageStore",
     "PrefixQuery",
+    "Retention",
     "SaveOutcome",
     "Staged",
 ]
@@ -67,6 +71,20 @@ class PrefixQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """A resume point, and where its records would be read from.
+
+    Attributes:
+        resume_tokens: The resume point.
+        tier_bytes: Encoded bytes by name of the tier, as far as sizes are known: an estimate for whoever weighs
+            fetching against computing.
+    """
+
+    resume_tokens: int
+    tier_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """What is there for a prompt, by what the store knows without reading a record.
 
@@ -74,10 +92,13 @@ class Lookup:
         resume_tokens: The longest resume point that looks usable; `local_tokens` when there is none.
         groups_present: For each boundary of the query a bit per group, set when all its slices are there. A hint for
             whoever saves: bits may be missing where a tier could not be asked.
+        offers: What each tier adds, quickest first: resume points ascend, the last is `resume_tokens`. Empty when
+            nothing is there, or when the store does not say.
     """
 
     resume_tokens: int
     groups_present: tuple[int, ...]
+    offers: tuple[Offer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +132,14 @@ class Ack(Enum):
     COLD = "cold"
 
 
+class Retention(Enum):
+    """How long a record is likely to be of use, as whoever saves it first thinks: a hint."""
+
+    NORMAL = "normal"
+    SHORT = "short"
+    """Not written to the slower tiers, but for one that the save waits for: gone when this node's memory is full."""
+
+
 class SaveOutcome(Enum):
     """What became of a saved record; all of them are normal."""
 
@@ -133,6 +162,15 @@ class PageStore(ABC):
     Every method raises `Unavailable` at its deadline or when the store cannot be reached, `Closed` after `aclose`, and
     `InvalidRequest` for a namespace that was not opened.
     """
+
+    @property
+    def arena(self) -> Arena | None:
+        """Memory that leased records may stand in, which peers on this node may read; `None`: there is none."""
+        return None
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        """Where to receive a record that will be saved here: memory of unspecified content."""
+        return fresh_buffer(num_bytes)
 
     @abstractmethod
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
@@ -185,10 +223,18 @@ class PageStore(ABC):
         """
 
     @abstractmethod
-    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
         """Keep a sealed record, once; the store verifies it first.
 
-        Returns when the record has reached `ack`; it goes on to the further tiers by itself.
+        Returns when the record has reached `ack`; it goes on to the further tiers by itself, unless its `retention`
+        is short.
 
         Raises:
             CorruptRecord: The bytes do not match their seal, or the header does not fit the namespace's layout.

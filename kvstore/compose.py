@@ -6,24 +6,40 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import Level
+from kvstore.catalog.pending_base import PendingLog
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
+from kvstore.runtime.arena import Arena
+from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings
+from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.limits import StoreLimits
+from kvstore.store.policy_choice import AutoChoice, FixedChoice, PolicyChoice
+from kvstore.store.recorder import Recorder
+from kvstore.store.reindexing import mark_if_empty
+from kvstore.store.retention import Retention, RetentionRules
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import GuardedTier
 
-__all__ = ["open_store", "store_limits"]
+__all__ = ["open_catalog", "open_store", "open_tier", "store_limits"]
 
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
+_OWNER_LEASE_S = 60.0
+"""A dead owner's namespaces are not evicted from for so long."""
+_ARENA_SPARE_BYTES = 64 << 20
+"""In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
+_WARM_BYTES = 256 << 20
+"""Free memory that is kept faulted in: the records of a prompt of some ten thousand tokens."""
 
 
 @asynccontextmanager
@@ -37,17 +53,61 @@ async def open_store(
 
     Raises:
         InvalidRequest: The settings name something this installation cannot do; the message says what to install.
-        Unavailable: The directory of the cold tier cannot be used.
+        Unavailable: The directory of the cold tier, or a file in it, cannot be used.
     """
     meters = meters if meters is not None else Meters()
     async with AsyncExitStack() as stack:
-        memory = MemoryTier(settings.memory_bytes)
+        arena_bytes = settings.memory_bytes * 9 // 8 + _ARENA_SPARE_BYTES
+        arena = Arena.open(arena_bytes, ahead_bytes=min(_WARM_BYTES, settings.memory_bytes))
+        memory = MemoryTier(settings.memory_bytes, arena=arena)
         stack.push_async_callback(memory.aclose)
-        hot = await _guarded(await _open_hot(settings.hot), settings.hot, stack, meters, clock)
-        cold = await _guarded(await _open_cold(settings.cold, settings), settings.cold, stack, meters, clock)
-        store = TieredStore(memory, hot, cold, meters=meters, limits=store_limits(settings), clock=clock)
+        hot = await _guarded(await _open_hot(settings.hot, settings), settings.hot, stack, meters, clock)
+        cold = await _guarded(await _open_cold(settings.cold, settings, meters), settings.cold, stack, meters, clock)
+        pending = await _open_pending(settings, stack, clock)
+        recorder = await _open_recorder(settings, stack, meters, clock)
+        choice = await _open_retention(settings, recorder, cold, stack, meters=meters, clock=clock)
+        if recorder is not None:
+            await _look_at_catalog(recorder, [tier for tier in (hot, cold) if tier is not None], clock)
+            hot = CataloguedTier(hot, Level.HOT, recorder) if hot is not None else None
+            cold = CataloguedTier(cold, Level.COLD, recorder) if cold is not None else None
+        store = TieredStore(
+            memory,
+            hot,
+            cold,
+            pending=pending,
+            recorder=recorder,
+            choice=choice,
+            meters=meters,
+            limits=store_limits(settings),
+            clock=clock,
+        )
         stack.push_async_callback(store.aclose)
         yield store
+
+
+@asynccontextmanager
+async def open_tier(location: HotLocation | ColdLocation, settings: Settings) -> AsyncIterator[Tier]:
+    """One slower tier alone, for an operator's walk over it; a directory is looked at beside the service that owns it.
+
+    Raises:
+        InvalidRequest: There is none, or this installation cannot use it.
+        Unavailable: The directory cannot be read.
+    """
+    match location:
+        case NoTier():
+            raise InvalidRequest("there is no tier at this place", seen=str(location))
+        case RedisLocation():
+            tier = _redis(location, settings)
+        case FileLocation():
+            from kvstore.tiers.filesystem.tier import FilesystemTier
+
+            tier = await FilesystemTier.open_beside(location.path)
+        case S3Location():
+            tier = await _s3(location, Meters())
+    try:
+        yield tier
+    finally:
+        await tier.aclose()
 
 
 def store_limits(settings: Settings) -> StoreLimits:
@@ -60,6 +120,7 @@ def store_limits(settings: Settings) -> StoreLimits:
         lease_s=settings.lease_s,
         write_back_bytes=settings.write_back_bytes,
         write_back_in_flight=settings.write_back_in_flight,
+        pending_bytes=settings.pending_bytes,
         drain_timeout_s=settings.drain_timeout_s,
     )
 
@@ -72,26 +133,144 @@ async def _guarded(
         return None
     guarded = GuardedTier(tier, meters=meters, clock=clock)
     stack.push_async_callback(guarded.aclose)
-    await _warn_if_unreachable(tier, setting, clock)
+    await _look_at(tier, setting, clock)
     return guarded
 
 
-async def _open_hot(location: HotLocation) -> Tier | None:
+async def _open_hot(location: HotLocation, settings: Settings) -> Tier | None:
     match location:
         case NoTier():
             return None
         case RedisLocation():
-            return _redis(location)
+            return _redis(location, settings)
 
 
-async def _open_cold(location: ColdLocation, settings: Settings) -> Tier | None:
+async def _open_cold(location: ColdLocation, settings: Settings, meters: Meters) -> Tier | None:
     match location:
         case NoTier():
             return None
         case FileLocation():
             return await _filesystem(location, settings)
         case S3Location():
-            return await _s3(location)
+            return await _s3(location, meters)
+
+
+async def _open_pending(settings: Settings, stack: AsyncExitStack, clock: Clock) -> PendingLog | None:
+    """Where write-backs are recorded: beside the records that another process can find after a crash of ours."""
+    match settings.hot, settings.cold:
+        case RedisLocation() as hot, FileLocation() | S3Location() as cold:
+            from kvstore.catalog.pending_redis import RedisPendingLog
+            from kvstore.tiers.redis import open_control
+
+            client = await stack.enter_async_context(open_control(hot))
+            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s)
+        case NoTier(), FileLocation() as cold:
+            from kvstore.catalog.pending_sqlite import SqlitePendingLog
+
+            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
+            stack.push_async_callback(log.aclose)
+            return log
+        case _:  # nothing, or nothing but this process's memory, holds a record before the cold tier does
+            return None
+
+
+async def _open_recorder(settings: Settings, stack: AsyncExitStack, meters: Meters, clock: Clock) -> Recorder | None:
+    """The way to the catalog: in the hot Redis, where there is one."""
+    if not isinstance(settings.hot, RedisLocation):
+        return None
+    catalog = await stack.enter_async_context(open_catalog(settings, clock=clock))
+    recorder = Recorder(catalog, meters, clock)
+    stack.push_async_callback(recorder.aclose)
+
+    from kvstore.catalog.redis import RedisCatalog
+    from kvstore.catalog.redis_reconcile import Reconciler
+
+    assert isinstance(catalog, RedisCatalog)
+    background = Background("catalog")
+    stack.push_async_callback(background.aclose)
+    background.spawn(Reconciler(catalog, meters).run(), "reconcile")
+    return recorder
+
+
+async def _look_at_catalog(recorder: Recorder, tiers: list[Tier], clock: Clock) -> None:
+    """At the first start nothing is stored, and the catalog knows all of it; else say when it may lack something."""
+    try:
+        if not await mark_if_empty(recorder.catalog, tiers, deadline=Deadline.after(_PROBE_S, clock)):
+            _log.warning(
+                "the catalog may lack records that are stored, so lookups ask the tiers as well, which is slower: "
+                "run `kvstore reindex` once, services may go on meanwhile"
+            )
+    except KVStoreError as error:
+        _log.warning("the catalog cannot be looked at, lookups ask the tiers: %s", error)
+
+
+async def _open_retention(
+    settings: Settings,
+    recorder: Recorder | None,
+    cold: Tier | None,
+    stack: AsyncExitStack,
+    *,
+    meters: Meters,
+    clock: Clock,
+) -> PolicyChoice | None:
+    """Keep the cold tier within its bounds in the background; it is deleted from behind the catalog's back, which
+    retention tells itself.
+    """
+    if settings.cold_bytes is None and settings.cold_unused_s is None:
+        return None
+    if recorder is None or cold is None or not isinstance(settings.hot, RedisLocation):
+        raise InvalidRequest(
+            "cold_bytes and cold_unused_s need a Redis as hot, which keeps the books; a directory alone has disk_bytes",
+            hot=str(settings.hot),
+            cold=str(settings.cold),
+        )
+    from kvstore.catalog.ownership_redis import RedisOwnership
+    from kvstore.tiers.redis import open_control
+
+    client = await stack.enter_async_context(open_control(settings.hot))
+    name = settings.retention_policy
+    choice = AutoChoice() if name == "auto" else FixedChoice(name)
+    unused_s = None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s))
+    retention = Retention(
+        cold,
+        Level.COLD,
+        recorder.catalog,
+        RedisOwnership(client, lease_s=_OWNER_LEASE_S),
+        RetentionRules(budget_bytes=settings.cold_bytes, ttl_s=unused_s),
+        choice=choice,
+        meters=meters,
+        clock=clock,
+    )
+    stack.push_async_callback(retention.aclose)
+    retention.start()
+    return choice
+
+
+@asynccontextmanager
+async def open_catalog(settings: Settings, *, clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Catalog]:
+    """The catalog of what the settings' tiers hold: in the hot Redis, or in a file beside the records.
+
+    Raises:
+        InvalidRequest: There is neither.
+        Unavailable: The file cannot be used.
+    """
+    match settings.hot, settings.cold:
+        case RedisLocation() as hot, _:
+            from kvstore.catalog.redis import RedisCatalog
+            from kvstore.tiers.redis import open_control
+
+            async with open_control(hot) as client:
+                yield RedisCatalog(client, clock=clock)
+        case NoTier(), FileLocation() as cold:
+            from kvstore.catalog.sqlite import SqliteCatalog
+
+            catalog = SqliteCatalog(cold.path / "catalog.db", clock=clock)
+            try:
+                yield catalog
+            finally:
+                await catalog.aclose()
+        case _:
+            raise InvalidRequest("a catalog needs a hot Redis, or a directory for records", hot=str(settings.hot))
 
 
 async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
@@ -101,25 +280,27 @@ async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
     return await FilesystemTier.open(location.path, budget_bytes=budget_bytes, fsync=settings.fsync)
 
 
-def _redis(location: RedisLocation) -> Tier:
-    if location.mode != "standalone" or location.tls:
-        raise InvalidRequest(
-            "this release speaks to one Redis without TLS: use redis://host:port/database", hot=str(location)
-        )
+def _redis(location: RedisLocation, settings: Settings) -> Tier:
     try:
         from kvstore.tiers.redis import RedisTier
     except ImportError as error:
         raise _missing("redis", "hot", error) from error
-    return RedisTier.from_url(location.url)
+    return RedisTier.at(
+        location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes
+    )
 
 
-async def _s3(location: S3Location) -> Tier:
+async def _s3(location: S3Location, meters: Meters) -> Tier:
     try:
         from kvstore.tiers.s3 import S3Tier
     except ImportError as error:
         raise _missing("s3", "cold", error) from error
     return await S3Tier.open(
-        location.bucket, location.prefix, endpoint_url=location.endpoint_url, region=location.region
+        location.bucket,
+        location.prefix,
+        endpoint_url=location.endpoint_url,
+        region=location.region,
+        meters=meters,
     )
 
 
@@ -130,7 +311,8 @@ def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:
     )
 
 
-async def _warn_if_unreachable(tier: Tier, setting: object, clock: Clock) -> None:
+async def _look_at(tier: Tier, setting: object, clock: Clock) -> None:
+    """Warn when the tier does not answer, and of what an operator should change about it."""
     try:
         await tier.get_manifest(NamespaceId(bytes(16)), deadline=Deadline.after(_PROBE_S, clock))
     except KVStoreError as error:
@@ -141,3 +323,9 @@ async def _warn_if_unreachable(tier: Tier, setting: object, clock: Clock) -> Non
             tier.name,
             error,
         )
+        return
+    try:
+        for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, clock)):
+            _log.warning("tier %s: %s: %s", tier.name, concern.severity.value, concern)
+    except KVStoreError as error:
+        _log.warning("the set-up of tier %s cannot be looked at, going on without: %s", tier.name, error)

@@ -106,12 +106,23 @@ class Settings(BaseSettings):
     Attributes:
         listen: Where engines connect: `unix:/path` or `tcp://host:port`. A Unix socket is faster and needs no token.
         admin_listen: `host:port` of the administration interface; kept for a later release, nothing listens yet.
-        token_file: A file with the token that clients on TCP must show; without it TCP is refused.
+        token_file: A file with the token that clients on TCP must show; without it, or credentials, TCP is refused.
+        credentials_file: A TOML file of `[[credential]]` tables with `tenant` and `token_sha256`: whoever shows that
+            token is that tenant, and tenants share nothing. Read at start.
         memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
         disk_bytes: Directory tier, oldest out first; by default a tenth of what is free there at start.
         hot: A Redis that all nodes share, or `memory:` for none: then a node cannot read what another saved until it
             is in `cold`.
+        hot_connections: To each server of `hot`, for records; one more carries small commands. More help where one
+            connection is slower than the link, TLS above all.
+        hot_in_flight_bytes: On their way to or from `hot` at a time; further reads and writes wait within their
+            deadline. At least 4 MiB; it bounds what a slow Redis holds of this node's memory.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
+        cold_bytes: What `cold` may hold, over all services, where `hot` is a Redis, which keeps the books; unset: no
+            bound. Ends of prefixes leave first, whole boundaries at a time.
+        cold_unused_s: What was neither stored nor read for so long leaves `cold`; unset: stays. Likewise.
+        retention_policy: Who leaves first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which tries these on the
+            lookups of this node, in small, and follows the one that hits most (see `kvstore simulate`).
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
             flush per record, about 1 ms on NVMe and 10 ms on a disk.
         stage_bytes: Of the memory tier, for leased records; at most three quarters, which is the default. A hit that
@@ -121,8 +132,13 @@ class Settings(BaseSettings):
             request waits with it.
         fetch_timeout_ms: One read of one record, of a few MiB, gives up after this.
         write_back_bytes: Bytes that may wait for each slower tier. More rides out a longer outage, and is memory
-            beside `memory_bytes`.
+            beside `memory_bytes`. What `hot` holds already is not lost beyond it: it is copied from there later.
         write_back_in_flight: Records written to one tier at a time. More is faster and takes more of the link.
+        pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services: `hot` may not evict
+            these. Beyond, new records are not written to `hot`, and saves that wait for it answer busy. Well below the
+            memory of `hot`: the rest of that is for hits.
+        pending_lease_s: So long after a service's death another one finishes what it left. Shorter finishes sooner, and
+            what a service that hangs for so long has begun is done twice.
         drain_timeout_s: How long a stopping service goes on writing what waits.
         idle_exit_s: End when no client was there for so long; unset: never. For private services.
     """
@@ -134,19 +150,27 @@ class Settings(BaseSettings):
     listen: Annotated[Address, BeforeValidator(_address)] = UnixAddress("/run/kvstore.sock")
     admin_listen: Annotated[TcpAddress, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
     token_file: Path | None = None
+    credentials_file: Path | None = None
     memory_bytes: Bytes = Field(default_factory=_tenth_of_ram)
     disk_bytes: Bytes | None = None
     hot: Annotated[HotLocation, BeforeValidator(_hot)] = NoTier()
+    hot_connections: Annotated[int, Field(ge=1, le=64)] = 4
+    hot_in_flight_bytes: Annotated[Bytes, Field(ge=4 << 20)] = 256 << 20
     cold: Annotated[ColdLocation, BeforeValidator(_cold)] = Field(
         default_factory=lambda: FileLocation(default_directory() / "records")
     )
+    cold_bytes: Bytes | None = None
+    cold_unused_s: Seconds | None = None
+    retention_policy: Literal["auto", "lru", "s3fifo", "flops_per_byte"] = "auto"
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None
     lease_s: Seconds = 30.0
     stall_timeout_ms: Millis = 400
     fetch_timeout_ms: Millis = 5000
-    write_back_bytes: Bytes = 256 << 20
+    write_back_bytes: Bytes = 96 << 20
     write_back_in_flight: Annotated[int, Field(ge=1, le=256)] = 4
+    pending_bytes: Bytes = 8 << 30
+    pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     idle_exit_s: Seconds | None = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,3 +23,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         items[:] = [item for item in items if item not in full]
         config.hook.pytest_deselected(items=full)
+
+
+@pytest.fixture(autouse=True)
+def usual_log_level() -> Iterator[None]:
+    """Commands that run in this process make our log quieter, for good."""
+    yield
+    logging.getLogger("kvstore").setLevel(logging.NOTSET)

@@ -1,17 +1,20 @@
-"""Full attention: pages of keys and values, one slice per share of the KV heads.
+"""Attention: pages of keys and values of every head, for full attention, windows and chunks alike.
 
-The bytes of one head in one block are taken as they are (an opaque cell): what a backend does inside, e.g. the CPU
-backend's blocked keys, is not guessed. The block size and the backend are therefore part of the namespace.
+Page, in order: layer, head of the slice, token, content (the key's and the value's channels, as vLLM packs them).
 
-Page, in order: layer, head of the slice, block, cell bytes.
+Where a backend rearranges bytes inside the cells of a block, e.g. the CPU backend's blocked keys, these are taken as
+they are: a head's tokens then stand together, the runs are whole cells, and block size and backend are part of the
+namespace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
-from connector.canonical.runs import BlockRun
+from connector.canonical.runs import BlockRun, LayerGeometry
 from connector.canonical.slices import HeadGrid
+from kvstore.errors import InvalidRequest
 
 __all__ = ["AttentionPages", "page_tokens_for"]
 
@@ -42,43 +45,66 @@ def page_tokens_for(token_bytes: int, element_bytes: int, block_tokens: int) -> 
 
 
 class AttentionPages:
-    """The page plan of one full-attention group on one rank.
+    """The page plan of one attention group on one rank.
 
     Args:
-        num_layers: Layers of the group.
         grid: The model's KV heads and slices.
-        first_head: Global index of the rank's first head.
-        block_tokens: Tokens of a block.
-        cell_bytes: Bytes of one head in one block, keys and values.
-        head_stride: Distance between heads in a block, in bytes.
+        first_slice: The rank's first slice.
+        layers: Where the layers' bytes are.
+
+    Raises:
+        InvalidRequest: The layers differ in what they hold.
     """
 
-    def __init__(
-        self, *, num_layers: int, grid: HeadGrid, first_head: int, block_tokens: int, cell_bytes: int, head_stride: int
-    ) -> None:
-        self.block_tokens = block_tokens
-        self._num_layers = num_layers
+    def __init__(self, *, grid: HeadGrid, first_slice: int, layers: Sequence[LayerGeometry]) -> None:
         self._grid = grid
-        self._first_head = first_head
-        self._cell_bytes = cell_bytes
-        self._head_stride = head_stride
+        self._first_head = first_slice * grid.heads_per_slice
+        self._layers = tuple(layers)
+        self._block_tokens = layers[0].parts * layers[0].tokens
+        self._content_bytes = layers[0].content_bytes
+        for layer in layers:
+            if (layer.parts * layer.tokens, layer.content_bytes) != (self._block_tokens, self._content_bytes):
+                raise InvalidRequest("layers of one group differ in layout")
         self.runs = lru_cache(maxsize=256)(self._runs)
 
     def decoded_bytes(self, num_blocks: int) -> int:
-        return self._num_layers * self._grid.heads_per_slice * num_blocks * self._cell_bytes
+        heads = self._grid.heads_per_slice
+        return len(self._layers) * heads * num_blocks * self._block_tokens * self._content_bytes
 
     def _runs(self, slice_index: int, num_blocks: int) -> tuple[BlockRun, ...]:
         heads = self._grid.heads_per_slice
         local_head = slice_index * heads - self._first_head
-        row_bytes = num_blocks * self._cell_bytes
-        return tuple(
-            BlockRun(
-                layer=layer,
-                block_offset=(local_head + head) * self._head_stride,
-                num_bytes=self._cell_bytes,
-                page_offset=(layer * heads + head) * row_bytes,
-                page_block_stride=self._cell_bytes,
-            )
-            for layer in range(self._num_layers)
-            for head in range(heads)
+        block_bytes = self._block_tokens * self._content_bytes
+        row_bytes = num_blocks * block_bytes
+        runs = []
+        for index, layer in enumerate(self._layers):
+            for head in range(heads):
+                for part in range(layer.parts):
+                    runs.append(
+                        self._run(
+                            layer,
+                            index,
+                            block_offset=(local_head + head) * layer.head_stride + part * layer.part_stride,
+                            page_offset=(index * heads + head) * row_bytes + part * layer.tokens * layer.content_bytes,
+                            page_block_stride=block_bytes,
+                        )
+                    )
+        return tuple(runs)
+
+    @staticmethod
+    def _run(
+        layer: LayerGeometry, index: int, *, block_offset: int, page_offset: int, page_block_stride: int
+    ) -> BlockRun:
+        if layer.token_stride == layer.content_bytes:
+            num_bytes = layer.tokens * layer.content_bytes
+            return BlockRun(index, block_offset, num_bytes, page_offset, page_block_stride)
+        return BlockRun(
+            index,
+            block_offset,
+            layer.content_bytes,
+            page_offset,
+            page_block_stride,
+            repeat=layer.tokens,
+            block_stride=layer.token_stride,
+            page_stride=layer.content_bytes,
         )

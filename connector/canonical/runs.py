@@ -5,12 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["BlockRun", "PagePlan"]
+__all__ = ["BlockRun", "LayerGeometry", "PagePlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """How one layer's cache tensor lies in memory: `[blocks, parts, heads, tokens, content]`.
+
+    Attributes:
+        parts: Kernel blocks in one of the manager's blocks; tokens go on from one to the next.
+        part_stride: Bytes between parts.
+        heads: Heads.
+        head_stride: Bytes between heads.
+        tokens: Tokens (or states) of a part.
+        token_stride: Bytes between tokens.
+        content_bytes: Of one token of one head; they stand together.
+    """
+
+    parts: int
+    part_stride: int
+    heads: int
+    head_stride: int
+    tokens: int
+    token_stride: int
+    content_bytes: int
+
+    def content(self) -> list[tuple[int, int]]:
+        """The byte ranges (start, stop) of a block that hold content, from the block's own start."""
+        starts = [
+            part * self.part_stride + head * self.head_stride + token * self.token_stride
+            for part in range(self.parts)
+            for head in range(self.heads)
+            for token in range(self.tokens)
+        ]
+        return [(start, start + self.content_bytes) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """For every block of a span, `repeat` pieces of `num_bytes` that stand together in the block and in the page.
+    """For every block of a span, `repeat` pieces of `num_bytes` each.
 
     Piece `r` of the span's block `i` (whose id is `b`) is
         in the cache: layer `layer`, block `b`, at `block_offset + r * block_stride`
@@ -39,13 +72,10 @@ class BlockRun:
 
 
 class PagePlan(Protocol):
-    """How one group's pages are laid out: a file of this folder for each kind of cache."""
-
-    block_tokens: int
-    """Tokens of one block; spans are whole multiples of it."""
+    """How one group's pages are laid out: a file of this folder for each kind of content."""
 
     def decoded_bytes(self, num_blocks: int) -> int:
-        """Size of one slice's page over `num_blocks` blocks."""
+        """Size of one slice's page over `num_blocks` blocks; of a state, whose `num_blocks` is 1."""
         ...
 
     def runs(self, slice_index: int, num_blocks: int) -> tuple[BlockRun, ...]:

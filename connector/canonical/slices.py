@@ -1,4 +1,4 @@
-"""Slices: how a model's KV heads are shared out among records, and which of them a rank holds."""
+"""Slices: how a model's cache is shared out among records, and which of them a rank holds and writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 
-__all__ = ["MAX_HEAD_SHARES", "HeadGrid", "head_grid"]
+__all__ = ["MAX_HEAD_SHARES", "HeadGrid", "SliceGrid", "head_grid", "heads_on_ranks"]
 
 MAX_HEAD_SHARES = 8
 
@@ -27,21 +27,58 @@ class HeadGrid:
     def heads_per_slice(self) -> int:
         return self.num_heads // self.num_slices
 
+
+@dataclass(frozen=True, slots=True)
+class SliceGrid:
+    """The slices of one group and how one engine's tensor-parallel ranks share them.
+
+    Neighbouring ranks that hold the same bytes are replicas: all of them read a slice, one of them writes it.
+
+    Attributes:
+        num_slices: Of the whole model.
+        replicas: Ranks that hold the same slices.
+    """
+
+    num_slices: int
+    replicas: int = 1
+
     def slices_of(self, rank: int, num_ranks: int) -> range:
-        """The slices that one of `num_ranks` tensor-parallel ranks holds whole.
+        """The slices that one of `num_ranks` ranks holds whole.
 
         Raises:
-            InvalidRequest: A share would be cut by the border of a rank, or heads are replicated over ranks.
+            InvalidRequest: A share would be cut by the border of a rank.
         """
-        if self.num_slices % num_ranks:
+        shards = num_ranks // self.replicas
+        if num_ranks % self.replicas or self.num_slices % shards:
             raise InvalidRequest(
                 "the tensor-parallel size must divide the slice grid", tp=num_ranks, num_slices=self.num_slices
             )
-        share = self.num_slices // num_ranks
-        return range(rank * share, (rank + 1) * share)
+        share = self.num_slices // shards
+        shard = rank // self.replicas
+        return range(shard * share, (shard + 1) * share)
+
+    def writes(self, rank: int, prefix: bytes) -> bool:
+        """Whether this rank is the one of its replicas that writes the record of `prefix`: they take turns."""
+        return prefix[0] % self.replicas == rank % self.replicas
 
 
 def head_grid(num_heads: int) -> HeadGrid:
     """The grid of a model with `num_heads` KV heads: one share per head, at most 8."""
     num_slices = max(shares for shares in range(1, MAX_HEAD_SHARES + 1) if num_heads % shares == 0)
     return HeadGrid(num_heads, num_slices)
+
+
+def heads_on_ranks(grid: HeadGrid, rank_heads: int, num_ranks: int) -> SliceGrid:
+    """The shares of the heads on an engine whose ranks hold `rank_heads` each.
+
+    Raises:
+        InvalidRequest: Ranks hold parts of shares, or overlap in another way than as replicas.
+    """
+    replicas, rest = divmod(rank_heads * num_ranks, grid.num_heads)
+    if rest or replicas == 0 or num_ranks % replicas:
+        raise InvalidRequest(
+            "the KV heads are not shared out evenly", heads=grid.num_heads, tp=num_ranks, per_rank=rank_heads
+        )
+    shares = SliceGrid(grid.num_slices, replicas)
+    shares.slices_of(0, num_ranks)
+    return shares

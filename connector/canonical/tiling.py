@@ -11,7 +11,7 @@ __all__ = ["prove_tiling"]
 
 
 def prove_tiling(
-    plan: PagePlan, slices: Iterable[int], layer_content: Sequence[Sequence[tuple[int, int]]], num_blocks: int = 2
+    plan: PagePlan, slices: Iterable[int], layer_content: Sequence[Sequence[tuple[int, int]]], num_blocks: int
 ) -> None:
     """Check that the slices' runs tile the pages and the content of the blocks exactly once.
 
@@ -20,7 +20,8 @@ def prove_tiling(
         slices: The slices that the rank holds.
         layer_content: For each layer the byte ranges (start, stop) of a block that hold content, by the tensors
             themselves.
-        num_blocks: Length of the page to prove it for; the plan is affine in it, so that two show the strides.
+        num_blocks: Length of the page to prove it for; the plan is affine in it, so that two show the strides (a state
+            is one block).
 
     Raises:
         InvalidRequest: A byte is missing, is written twice or lies outside; the group must not be cached.

@@ -6,7 +6,7 @@ these spin on the very cores that the engine's own team computes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,28 @@ import torch
 from numpy.typing import NDArray
 
 from connector.canonical.runs import BlockRun
-from kvstore.errors import InternalError
+from connector.device.base import Fence, PageGather, Ticket, check_blocks
+from connector.device.kernels import storage_bytes
+from connector.device.memo import RunsMemo
+from connector.device.streams import DONE
+from connector.device.strips import LayerPlace, fold_runs
 
-__all__ = ["CpuCopier"]
+__all__ = ["CpuCopier", "CpuDevice"]
 
 Bytes = NDArray[np.uint8]
+
+
+class CpuDevice:
+    """`Device` whose cache is host memory: every copy is done when its call returns."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def fence(self) -> Fence:
+        return DONE
+
+    def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> CpuCopier:
+        return CpuCopier(layers, feeds)
 
 
 class CpuCopier:
@@ -26,63 +43,75 @@ class CpuCopier:
 
     Args:
         layers: One tensor per layer, dimension 0 = blocks; any strides.
+        feeds: For each layer the feed that places its blocks; all in the first one by default.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._storages = [_storage_bytes(layer) for layer in layers]
-        self._starts = [layer.storage_offset() * layer.element_size() for layer in layers]
-        self._strides = [layer.stride(0) * layer.element_size() for layer in layers]
-        self._num_blocks = min(layer.shape[0] for layer in layers)
+    plane_width = 1  # the codec splits elements itself, faster than a strided copy could
 
-    def gather(self, runs: Sequence[BlockRun], block_ids: Sequence[int], target: torch.Tensor) -> None:
-        page: Any = target.numpy()
-        for run, position, first_id, count in self._copies(runs, block_ids):
-            np.copyto(_page_view(page, run, position, count), self._block_view(run, first_id, count))
+    def __init__(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> None:
+        memories: dict[int, Any] = {}
+        for layer in layers:
+            memories.setdefault(layer.untyped_storage().data_ptr(), storage_bytes(layer).numpy().data)
+        self._memories = list(memories.values())
+        self._num_blocks = min(layer.shape[0] for layer in layers)
+        places = [
+            LayerPlace(
+                memory=list(memories).index(layer.untyped_storage().data_ptr()),
+                start=layer.storage_offset() * layer.element_size(),
+                block_stride=layer.stride(0) * layer.element_size(),
+                feed=feed,
+            )
+            for layer, feed in zip(layers, feeds or (0,) * len(layers), strict=True)
+        ]
+        self._strips = RunsMemo(lambda runs, _: fold_runs(runs, places))
+
+    def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
+        for page in pages:
+            check_blocks(page.block_ids, self._num_blocks)
+        for page in pages:
+            target: Any = page.target.numpy()
+            for blocks, place in self._copies(page.runs, page.block_ids, target):
+                np.copyto(place, blocks)
+        return [DONE] * len(pages)
 
     def scatter(
-        self, runs: Sequence[BlockRun], block_ids: Sequence[int], source: torch.Tensor, first_block: int
+        self,
+        runs: Sequence[BlockRun],
+        block_ids: Sequence[Sequence[int]],
+        source: torch.Tensor,
+        first_block: int,
+        after: Fence,
     ) -> None:
-        if 0 in block_ids:
-            raise InternalError("blocks to write must not be the null block", block_ids=tuple(block_ids))
+        check_blocks(block_ids, self._num_blocks, writes=True)
         page: Any = source.numpy()
-        for run, position, first_id, count in self._copies(runs, block_ids):
-            np.copyto(self._block_view(run, first_id, count), _page_view(page, run, first_block + position, count))
+        for blocks, place in self._copies(runs, block_ids, page, first_block):
+            np.copyto(blocks, place)
 
-    def _copies(self, runs: Sequence[BlockRun], block_ids: Sequence[int]) -> list[tuple[BlockRun, int, int, int]]:
-        """Each run for each stretch of neighbouring blocks: (run, position of the first, its id, how many)."""
-        if not all(0 <= block_id < self._num_blocks for block_id in block_ids):
-            raise InternalError("blocks to copy must exist", block_ids=tuple(block_ids), num_blocks=self._num_blocks)
-        stretches = _neighbours(block_ids)
-        return [(run, *stretch) for run in runs for stretch in stretches]
-
-    def _block_view(self, run: BlockRun, first_id: int, count: int) -> Bytes:
-        # [count, repeat, num_bytes]
-        stride = self._strides[run.layer]
-        return np.ndarray(
-            (count, run.repeat, run.num_bytes),
-            np.uint8,
-            self._storages[run.layer],
-            self._starts[run.layer] + first_id * stride + run.block_offset,
-            (stride, run.block_stride, 1),
-        )
-
-
-def _page_view(page: Bytes, run: BlockRun, first_block: int, count: int) -> Bytes:
-    # [count, repeat, num_bytes]
-    return np.ndarray(
-        (count, run.repeat, run.num_bytes),
-        np.uint8,
-        page.data,
-        run.page_offset + first_block * run.page_block_stride,
-        (run.page_block_stride, run.page_stride, 1),
-    )
-
-
-def _storage_bytes(layer: torch.Tensor) -> Any:
-    storage = layer.untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-    array: Any = whole.numpy()
-    return array.data
+    def _copies(
+        self, runs: Sequence[BlockRun], block_ids: Sequence[Sequence[int]], page: Bytes, first_block: int = 0
+    ) -> Iterator[tuple[Bytes, Bytes]]:
+        """Views of the cache and of the page, each strip for each stretch of neighbouring blocks."""
+        stretches = [_neighbours(ids) for ids in block_ids]
+        for strip in self._strips.of(runs, page.size):
+            memory, layer = self._memories[strip.layer.memory], strip.layer
+            for position, first_id, count in stretches[layer.feed]:
+                shape = (*strip.counts, count, strip.num_bytes)
+                yield (
+                    np.ndarray(
+                        shape,
+                        np.uint8,
+                        memory,
+                        layer.start + first_id * layer.block_stride + strip.offset,
+                        (*strip.strides, layer.block_stride, 1),
+                    ),
+                    np.ndarray(
+                        shape,
+                        np.uint8,
+                        page.data,
+                        strip.page_offset + (first_block + position) * strip.page_block_stride,
+                        (*strip.page_strides, strip.page_block_stride, 1),
+                    ),
+                )
 
 
 def _neighbours(block_ids: Sequence[int]) -> list[tuple[int, int, int]]:

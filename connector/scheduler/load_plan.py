@@ -4,43 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connector.jobs import LoadPiece
+from connector.identity import GroupShape
+from connector.jobs import BlockIds, LoadPiece
 from kvstore.api import Staged
 from kvstore.errors import InternalError
 
-__all__ = ["plan_load"]
+__all__ = ["blocks_of", "plan_load"]
 
 
 def plan_load(
-    staged: Staged, tables: Sequence[Sequence[int]], *, local_tokens: int, resume_tokens: int, block_tokens: int
+    staged: Staged,
+    groups: Sequence[GroupShape],
+    tables: Sequence[Sequence[int]],
+    *,
+    local_tokens: int,
+    resume_tokens: int,
 ) -> tuple[LoadPiece, ...]:
     """Cut the staged records to the blocks between the engine's own hit and the resume point.
 
     Args:
         staged: Leased records that serve at least `resume_tokens`.
-        tables: For each group the request's block ids in token order.
+        groups: The canonical groups.
+        tables: For each of vLLM's groups the request's block ids in token order.
         local_tokens: Blocks below hold the engine's own hit and are never written.
         resume_tokens: Blocks from here on are the engine's to compute and are never written.
-        block_tokens: Tokens of a block.
 
     Raises:
-        InternalError: A block to write is the null block, which belongs to nobody.
+        InternalError: A block to write is the null block, which belongs to nobody; or a state is not of this point.
     """
     pieces = []
     for key, (start, stop) in zip(staged.keys, staged.spans, strict=True):
-        first = max(start, local_tokens) // block_tokens
-        last = min(stop, resume_tokens) // block_tokens
-        if first >= last:
-            continue
-        block_ids = tuple(tables[key.group][first:last])
-        if 0 in block_ids or len(block_ids) != last - first:
+        group = groups[key.group]
+        block_tokens = group.facts.block_tokens
+        needed_from = group.facts.kind.needed_from(resume_tokens)
+        if needed_from is None:
+            if stop != resume_tokens:
+                raise InternalError("a state is not of the resume point", key=key, stop=stop, resume=resume_tokens)
+            first, last, span_blocks, first_block = stop // block_tokens - 1, stop // block_tokens, 1, 0
+        else:
+            first = max(start, local_tokens, needed_from) // block_tokens
+            last = min(stop, resume_tokens) // block_tokens
+            if first >= last:
+                continue
+            span_blocks, first_block = (stop - start) // block_tokens, first - start // block_tokens
+        block_ids = blocks_of(group, tables, first, last)
+        if any(0 in ids for ids in block_ids):
             raise InternalError("a load would write to the null block", key=key, first=first, last=last)
-        pieces.append(
-            LoadPiece(
-                key=key,
-                span_blocks=(stop - start) // block_tokens,
-                first_block=first - start // block_tokens,
-                block_ids=block_ids,
-            )
-        )
+        pieces.append(LoadPiece(key=key, span_blocks=span_blocks, first_block=first_block, block_ids=block_ids))
     return tuple(pieces)
+
+
+def blocks_of(group: GroupShape, tables: Sequence[Sequence[int]], first: int, last: int) -> BlockIds:
+    """For each feed of a group the ids of its blocks `first` to `last` (exclusive).
+
+    Raises:
+        InternalError: A table is too short.
+    """
+    block_ids = tuple(tuple(tables[feed][first:last]) for feed in group.facts.feed_groups)
+    if any(len(ids) != last - first for ids in block_ids):
+        raise InternalError("a block table is too short", first=first, last=last, group=group.facts.feed_groups)
+    return block_ids

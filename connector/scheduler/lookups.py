@@ -10,10 +10,16 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from connector.adapters import Adapters
 from connector.prefix_hash import PrefixChain
+from connector.scheduler.admission import Admission
+from connector.scheduler.audits import Audits
 from connector.scheduler.bridge import Bridge, result_or_none
+from connector.scheduler.flights import Flights
+from connector.scheduler.handoffs import awaits_more, look_again
 from connector.scheduler.ledger import Fetch, RequestState
 from connector.settings import ConnectorSettings
 from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
@@ -29,6 +35,19 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 _RENEW_SHARE = 3
 """A lease is renewed after a third of its time, so that two lost renewals do not end it."""
 
+_STALE_S = 2.0
+"""A request that stood in vLLM's queue longer is looked up again: those before it have saved what it may share."""
+
+_OVERDUE_S = 0.5
+"""A fetch that does not end by itself at its ceiling is given up so much later."""
+
+_LAST_TRY_S = 0.3
+"""For a fetch of one's own after all time was spent on waiting for another one's: its records mostly are in the node's
+memory then."""
+
+_STEADY_SHARE = 0.9
+"""A fetch that took this much of its time came short because it was slow, not because it stood still."""
+
 
 class Lookups:
     """Finds and stages hits for requests.
@@ -37,6 +56,10 @@ class Lookups:
         bridge: To the store.
         settings: Timeouts.
         step_tokens: Hits end on multiples of this (the engine's scheduler block).
+        admission: What of a hit to fetch, and how long to wait for it.
+        adapters: Digests of what requests name.
+        whole_prompts: A hit may be the whole prompt; else it leaves at least one token to compute.
+        local_cache: vLLM caches prefixes itself, so that what one request has loaded serves the next one.
         meters: Counters.
         clock: Time.
     """
@@ -47,25 +70,37 @@ class Lookups:
         settings: ConnectorSettings,
         *,
         step_tokens: int,
+        admission: Admission,
+        adapters: Adapters,
+        whole_prompts: bool = False,
+        local_cache: bool = True,
         meters: Meters,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._bridge = bridge
         self._settings = settings
         self._step_tokens = step_tokens
+        self._admission = admission
+        self._adapters = adapters
+        self._whole_prompts = whole_prompts
+        self._local_cache = local_cache
+        self._flights = Flights()
         self._meters = meters
         self._clock = clock
         self.answered = threading.Event()
         """Set when an answer came that vLLM's next question would get."""
+        self.audits: Audits | None = None  # set where hits are audited
 
     def start(self, state: RequestState, namespace: NamespaceId) -> None:
         """Hash the prompt and look it up, in the background."""
         chain = state.chain
         assert chain is not None
-        timeout_s = self._settings.lookup_timeout_ms / 1000
-        prompt, step_tokens = state.prompt, self._step_tokens
+        timeout_s = self._lookup_patience_s(state)
+        prompt = state.prompt
 
         async def hash_prompt(store: PageStore) -> None:
+            if chain.adapter is not None:
+                chain.tell_adapter(await self._adapters.digest_of(chain.adapter))
             await asyncio.get_running_loop().run_in_executor(None, chain.extend, prompt)
 
         if state.hashed is None:  # once: a chain must not be extended by two threads
@@ -74,10 +109,13 @@ class Lookups:
 
         async def look_up(store: PageStore) -> Lookup:
             await asyncio.wrap_future(hashed)
-            query = _query(namespace, chain, prompt, step_tokens, local_tokens=0)
-            return await store.lookup(query, deadline=Deadline.after(timeout_s))
+            query = self._query(namespace, chain, prompt, local_tokens=0)
+            started_s = self._clock.monotonic_s()
+            answer = await store.lookup(query, deadline=Deadline.after(timeout_s))
+            self._meters.observe("connector_lookup_seconds", self._clock.monotonic_s() - started_s)
+            return answer
 
-        state.lookup = self._bridge.submit(look_up)
+        state.lookup, state.looked_s = self._bridge.submit(look_up), self._clock.monotonic_s()
         state.lookup.add_done_callback(lambda _: self.answered.set())
 
     def may_wait(self, state: RequestState) -> bool:
@@ -87,17 +125,25 @@ class Lookups:
         now = self._clock.monotonic_s()
         if state.asked_s is None:
             state.asked_s = now
-        return now - state.asked_s < self._settings.lookup_timeout_ms / 1000
+        return now - state.asked_s < self._lookup_patience_s(state)
+
+    def _lookup_patience_s(self, state: RequestState) -> float:
+        timeout_s = self._settings.lookup_timeout_ms / 1000
+        if state.handoff is None:
+            return timeout_s
+        # something is there, or soon will be: worth more patience than a question to which the answer may be no
+        return max(timeout_s, state.handoff.wait_s)
 
     def hit(self, state: RequestState, namespace: NamespaceId, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that are staged and leased, 0 for none, `None` for "ask again"."""
-        if state.closed or state.chain is None or len(state.prompt) <= self._step_tokens:
+        if state.closed or state.chain is None or self._cap_tokens(state.prompt) == 0:
             return 0  # a prompt that short has no resume point: not worth a step of waiting
         now = self._clock.monotonic_s()
         if state.fetch is not None:
             return self._poll_fetch(state, namespace, local_tokens, now)
-        if state.lookup is None:
-            state.asked_s = now  # what it waited for the namespace is not the lookup's time
+        is_waiting = state.follows is not None or (state.lookup is not None and not state.lookup.done())
+        if state.lookup is None or (not is_waiting and now - state.looked_s > _STALE_S):
+            state.asked_s, state.presence_known = now, False  # what it waited before is not the lookup's time
             self.start(state, namespace)
         in_time = self.may_wait(state)
         lookup = state.lookup
@@ -107,71 +153,168 @@ class Lookups:
                 return None
             return self._give_up(state, "lookup_timeout")
         answer = result_or_none(lookup)
-        if answer is None:
-            return self._give_up(state, "lookup_failed")
+        if answer is None:  # also where nobody could tell what its adapter is
+            return self._give_up(state, "lookup_failed" if state.chain.adapter is None else "adapter_unknown")
+        there_tokens, cap_tokens = max(answer.resume_tokens, local_tokens), self._cap_tokens(state.prompt)
+        if awaits_more(state, there_tokens=there_tokens, cap_tokens=cap_tokens, now_s=now, meters=self._meters):
+            if look_again(state, now):
+                state.asked_s = now
+                self.start(state, namespace)
+            return None
         state.learn_presence()
         if answer.resume_tokens <= local_tokens:
-            return self._give_up(state, "nothing_stored")
-        self._fetch(state, namespace, local_tokens, now)
+            return self._held_locally(state) if answer.resume_tokens else self._give_up(state, "nothing_stored")
+        if self._waits_for_another(state, namespace, answer.resume_tokens, local_tokens, now):
+            return None
+        if state.follows is not None and state.follows.failed:
+            return self._give_up(state, "shared_fetch_failed")  # or each in turn would find out for itself
+        return self._fetch(state, namespace, answer, local_tokens, now)
+
+    def _waits_for_another(
+        self, state: RequestState, namespace: NamespaceId, resume_tokens: int, local_tokens: int, now: float
+    ) -> bool:
+        """Whether another request fetches most of the same; bounded by the time that computing it would take."""
+        if not self._local_cache:
+            return False
+        has_waited = state.follow_until_s is not None
+        waits = self._flights.holds_back(
+            state,
+            namespace,
+            local_tokens=local_tokens,
+            resume_tokens=resume_tokens,
+            now_s=now,
+            patience_s=lambda: self._ceiling_s(local_tokens, resume_tokens),
+        )
+        if waits and not has_waited:
+            self._meters.add("connector_requests_followed")
+        return waits
+
+    def _ceiling_s(self, local_tokens: int, resume_tokens: int) -> float:
+        most_s = self._settings.max_wait_ms / 1000
+        return self._admission.ceiling_s(local_tokens, resume_tokens, most_s=most_s)
+
+    def _fetch(
+        self, state: RequestState, namespace: NamespaceId, answer: Lookup, local_tokens: int, now: float
+    ) -> int | None:
+        """Fetch what of a hit is worth it."""
+        choice = self._admission.choose(answer, local_tokens, now_s=now)
+        if choice.resume_tokens < answer.resume_tokens:
+            _log.debug(
+                "kvstore: %d of %d tokens are cheaper to compute than to fetch: %.3f s against %.3f s request=%s",
+                answer.resume_tokens - choice.resume_tokens,
+                answer.resume_tokens - local_tokens,
+                choice.compute_s,
+                choice.fetch_s,
+                state.request_id,
+            )
+            if choice.resume_tokens <= local_tokens:
+                return self._give_up(state, "cheaper_to_compute")
+            self._meters.add("connector_hits_cut", reason="cheaper_to_compute")
+        ceiling_s = self._ceiling_s(local_tokens, choice.resume_tokens)
+        if state.follow_until_s is not None:  # it has spent of its time on waiting for another one's fetch
+            ceiling_s = min(ceiling_s, max(_LAST_TRY_S, state.follow_until_s - now))
+        assert state.chain is not None
+        query = self._query(namespace, state.chain, state.prompt, local_tokens=local_tokens)
+        query = replace(query, cap_tokens=min(query.cap_tokens, choice.resume_tokens))
+        fetch = Fetch(query, ceiling_s, now, now, reach_tokens=query.cap_tokens)
+        fetch.future = self._bridge.submit(self._stage(fetch))
+        fetch.future.add_done_callback(lambda _: self.answered.set())
+        state.fetch = fetch
+        self._flights.add(fetch)
         return None
 
-    def _fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> None:
-        assert state.chain is not None
-        query = _query(namespace, state.chain, state.prompt, self._step_tokens, local_tokens=local_tokens)
-        deadline = Deadline.after(self._settings.max_wait_ms / 1000)
-        fetch = Fetch(query, now, now)
+    def _stage(self, fetch: Fetch) -> Callable[[PageStore], Coroutine[Any, Any, Staged]]:
+        deadline = Deadline.after(fetch.ceiling_s)
 
         async def stage(store: PageStore) -> Staged:
             fetch.task = asyncio.current_task()
-            staged = await store.stage(query, deadline=deadline)
+            staged = await store.stage(fetch.query, deadline=deadline)
+            fetch.took_s = self._clock.monotonic_s() - fetch.started_s
+            self._meters.observe("connector_stage_seconds", fetch.took_s)
             _log.debug(
                 "kvstore: staged %d of %d tokens, %d bytes in %d ms from %s",
                 staged.resume_tokens,
-                query.cap_tokens,
+                fetch.query.cap_tokens,
                 staged.num_bytes,
-                (self._clock.monotonic_s() - fetch.started_s) * 1000,
+                fetch.took_s * 1000,
                 dict(staged.sources),
             )
             fetch.lease = staged.lease
             return staged
 
-        fetch.future = self._bridge.submit(stage)
-        fetch.future.add_done_callback(lambda _: self.answered.set())
-        state.fetch = fetch
+        return stage
 
     def _poll_fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> int | None:
         fetch = state.fetch
         assert fetch is not None
         if not fetch.future.done():
             # the stage call ends by itself when nothing comes any more; this is the ceiling above it
-            if now - fetch.started_s < self._settings.max_wait_ms / 1000 + 1.0:
+            if now - fetch.started_s < fetch.ceiling_s + _OVERDUE_S:
                 return None
             return self._give_up(state, "stage_timeout")
         staged = result_or_none(fetch.future)
-        if staged is None or staged.lease is None or staged.resume_tokens <= local_tokens:
+        if staged is not None:
+            self._learn(fetch, staged, now)
+        if staged is None or staged.lease is None:
             return self._give_up(state, "stage_failed" if staged is None else "nothing_staged")
-        if local_tokens < fetch.query.local_tokens:
-            # vLLM evicted blocks that it had when we fetched: what lies below is not staged, start over
+        if staged.resume_tokens <= local_tokens:
+            return self._held_locally(state)
+        is_late = now - fetch.renewed_s >= staged.lease_s
+        if fetch.lost or is_late or local_tokens < fetch.query.local_tokens:
+            # its lease has ended, or vLLM evicted blocks that it had when we fetched, so that what lies below is not
+            # staged: start over
             self.drop_fetch(state)
-            self._fetch(state, namespace, local_tokens, now)
-            return None
+            return self._fetch_anew(state, namespace, local_tokens, now)
         if now - fetch.renewed_s > staged.lease_s / _RENEW_SHARE:
-            if now - fetch.renewed_s >= staged.lease_s:
-                self.drop_fetch(state)
-                self._fetch(state, namespace, local_tokens, now)
-                return None
             fetch.renewed_s = now
-            self._renew(staged.lease)
+            self._renew(fetch, staged.lease)
+        if self.audits is not None and (stop := self.audits.claim(state.request_id, staged, local_tokens)) is not None:
+            self._flights.end(fetch, loaded=False)
+            state.fetch = None  # the audit's from now on, with its lease; what is left below is fetched anew
+            if stop <= local_tokens:
+                return self._give_up(state, "audited")
+            return self._fetch_anew(state, namespace, local_tokens, now, most_tokens=stop)
         fetch.local_tokens = local_tokens
         return staged.resume_tokens - local_tokens
 
-    def _renew(self, lease: LeaseId) -> None:
+    def _fetch_anew(
+        self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float, most_tokens: int | None = None
+    ) -> int | None:
+        answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
+        if answer is None:
+            return self._give_up(state, "lookup_failed")
+        if most_tokens is not None:
+            answer = replace(answer, resume_tokens=most_tokens)
+        return self._fetch(state, namespace, answer, local_tokens, now)
+
+    def _learn(self, fetch: Fetch, staged: Staged, now: float) -> None:
+        """What the fetch tells of its tiers, once; nothing if it stood still, which is no tier's usual pace."""
+        if fetch.is_measured:
+            return
+        fetch.is_measured = True
+        fetch.reach_tokens = staged.resume_tokens
+        is_whole = staged.resume_tokens >= fetch.query.cap_tokens
+        if not is_whole:
+            self._meters.add("connector_hits_cut", reason="staged_less")
+        if is_whole or fetch.took_s >= _STEADY_SHARE * fetch.ceiling_s:
+            self._admission.on_staged(staged, fetch.took_s, now_s=now)
+
+    def _renew(self, fetch: Fetch, lease: LeaseId) -> None:
         async def renew(store: PageStore) -> None:
-            await store.renew(lease, deadline=Deadline.after(1.0))
+            if not await store.renew(lease, deadline=Deadline.after(1.0)):
+                fetch.lost = True
 
         self._submit_quietly(renew)
 
+    def _held_locally(self, state: RequestState) -> int:
+        """vLLM has as much itself: no miss, and it may be asked again when vLLM loses it."""
+        self.drop_fetch(state)
+        state.asked_s = None
+        return 0
+
     def _give_up(self, state: RequestState, reason: str) -> int:
+        if state.fetch is not None:
+            self._flights.end(state.fetch, failed=True)
         self._meters.add("connector_misses", reason=reason)
         _log.debug("kvstore: no hit: %s request=%s", reason, state.request_id)
         self.drop_fetch(state)
@@ -188,20 +331,22 @@ class Lookups:
         assert fetch is not None
         staged = fetch.future.result()
         assert staged.lease is not None
-        state.fetch, state.loading = None, fetch
-        self._renew(staged.lease)
+        state.fetch, state.loading, state.asked_s = None, fetch, None
+        self._renew(fetch, staged.lease)
         return staged, fetch.local_tokens
 
     def drop_fetch(self, state: RequestState) -> None:
         """Forget what was being staged and end its lease."""
         fetch, state.fetch = state.fetch, None
         if fetch is not None:
+            self._flights.end(fetch)
             self._release(fetch)
 
-    def loaded(self, state: RequestState) -> None:
+    def loaded(self, state: RequestState, *, failed: bool) -> None:
         """The ranks are done with the load, well or not: end its lease."""
         fetch, state.loading = state.loading, None
         if fetch is not None:
+            self._flights.end(fetch, loaded=not failed)
             self._release(fetch)
 
     def forget(self, state: RequestState) -> None:
@@ -225,10 +370,13 @@ class Lookups:
         with suppress(Closed):  # at the very end: leases end with the connection
             self._bridge.submit(work)
 
+    def _cap_tokens(self, prompt: tuple[int, ...]) -> int:
+        # the engine needs the logits of the last token: it computes that one again when all are there
+        tokens = len(prompt) if self._whole_prompts else max(0, len(prompt) - 1)
+        return tokens // self._step_tokens * self._step_tokens
 
-def _query(
-    namespace: NamespaceId, chain: PrefixChain, prompt: tuple[int, ...], step_tokens: int, *, local_tokens: int
-) -> PrefixQuery:
-    # at least one token is left to compute: the engine needs the logits of the last one
-    cap_tokens = max(0, len(prompt) - 1) // step_tokens * step_tokens
-    return PrefixQuery(namespace, tuple(chain.boundaries), local_tokens, cap_tokens, step_tokens)
+    def _query(
+        self, namespace: NamespaceId, chain: PrefixChain, prompt: tuple[int, ...], *, local_tokens: int
+    ) -> PrefixQuery:
+        boundaries = chain.boundaries[: len(prompt) // self._step_tokens]
+        return PrefixQuery(namespace, tuple(boundaries), local_tokens, self._cap_tokens(prompt), self._step_tokens)

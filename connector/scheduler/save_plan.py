@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["PageToSave", "final_pages"]
@@ -10,48 +10,42 @@ __all__ = ["PageToSave", "final_pages"]
 
 @dataclass(frozen=True, slots=True)
 class PageToSave:
-    """A page or tail to save, with its boundary's index in the prompt's chain."""
+    """A page or tail to save."""
 
     start_tokens: int
     stop_tokens: int
-    boundary_index: int
 
 
 def final_pages(
     *,
     saved_tokens: int,
     final_tokens: int,
-    prompt_tokens: int,
+    tail_tokens: int,
     page_tokens: int,
-    block_tokens: int,
-    present: Mapping[int, int],
-    wanted_groups: int,
+    is_stored: Callable[[int], bool],
 ) -> tuple[tuple[PageToSave, ...], int]:
-    """The pages between the cursor and the last final token that are not known to be stored.
-
-    A prompt that ends inside a page gives a tail at its last block boundary: hits should end at blocks, not at pages.
+    """One group's pages between its cursor and the last final token that are not known to be stored.
 
     Args:
-        saved_tokens: The cursor: a page or tail boundary.
+        saved_tokens: The cursor: a page boundary, or where a tail ended.
         final_tokens: Tokens whose cache content does not change any more after this step.
-        prompt_tokens: Length of the prompt; nothing beyond is saved.
+        tail_tokens: Where a tail ends, should this be inside a page: hits should end at blocks, not at pages. The last
+            boundary of the prompt while the request runs, of all its tokens when it ends.
         page_tokens: Tokens of a page.
-        block_tokens: Tokens of a block.
-        present: By boundary the groups that are stored, as a lookup told.
-        wanted_groups: Bits of all groups.
+        is_stored: Whether the record that ends at a boundary is stored, as a lookup told.
 
     Returns:
         The pages in token order, and where the cursor stands when all of them are saved.
     """
-    final = min(final_tokens, prompt_tokens)
-    prompt_end = prompt_tokens // block_tokens * block_tokens
     pages: list[PageToSave] = []
     cursor = saved_tokens
-    while cursor < prompt_end:
-        stop = min((cursor // page_tokens + 1) * page_tokens, prompt_end)
-        if stop > final:
-            break
-        if present.get(stop, 0) & wanted_groups != wanted_groups:
-            pages.append(PageToSave(cursor // page_tokens * page_tokens, stop, stop // block_tokens - 1))
+    while True:
+        start = cursor // page_tokens * page_tokens
+        stop = start + page_tokens
+        if cursor < tail_tokens < stop:
+            stop = tail_tokens
+        if stop > final_tokens:
+            return tuple(pages), cursor
+        if not is_stored(stop):
+            pages.append(PageToSave(start, stop))
         cursor = stop
-    return tuple(pages), cursor

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from connector.adapters import Adapters
+from connector.content import PromptContent
 from connector.facts import EngineFacts
-from connector.identity import CacheShape, describe_namespace
-from connector.jobs import LoadJob, RankReport, SaveJob, StepJobs
+from connector.handoff import Handoff
+from connector.identity import CacheShape
+from connector.jobs import AuditJobs, LoadJob, RankReport, SaveJob, StepJobs
 from connector.prefix_hash import PrefixChain
+from connector.request_flags import RequestFlags
+from connector.scheduler.admission import Admission
+from connector.scheduler.audits import Audits
 from connector.scheduler.bridge import Bridge
 from connector.scheduler.ledger import Ledger, RequestState
 from connector.scheduler.load_plan import plan_load
 from connector.scheduler.lookups import Lookups
-from connector.scheduler.save_plan import final_pages
+from connector.scheduler.opening import Opening
+from connector.scheduler.saves import BlockPins, Offer, Saves
+from connector.scheduler.timing import Timing
 from connector.settings import ConnectorSettings
-from connector.weights import digest_weights, find_weight_files
-from kvstore.api import Deadline, PageStore
-from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable
-from kvstore.model.keys import NamespaceId
+from kvstore.errors import InternalError
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
 __all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
-_OPEN_RETRY_S = 0.5
 _EMPTY_STEP_S = 0.005
-
-
-@dataclass(slots=True)
-class _Saving:
-    """A save job in flight: what it holds on each rank, and how many ranks still hold it."""
-
-    request_id: str
-    num_bytes: int
-    busy_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +44,21 @@ class PromptFacts:
 
     Attributes:
         request_id: vLLM's.
-        tokens: The prompt.
+        tokens: All its tokens: the prompt now, later what is generated too; vLLM appends to it.
         cache_salt: vLLM's isolation salt, or `None`.
-        uncacheable: Why its pages depend on more than tokens and salt, or `None`.
+        uncacheable: Why it is not known what its pages depend on, or `None`.
+        content: What they depend on beside tokens and salt, or `None` for nothing.
+        flags: What the request asks of the cache.
+        handoff: What a prefill engine has promised of it, or `None`.
     """
 
     request_id: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     cache_salt: str | None = None
     uncacheable: str | None = None
+    content: PromptContent | None = None
+    flags: RequestFlags = field(default_factory=RequestFlags)
+    handoff: Handoff | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +67,32 @@ class StepFacts:
 
     Attributes:
         final_tokens: By request, tokens whose cache content is final after this step's forward.
-        tables: By request, for each group its block ids now.
+        tables: By request, for each of vLLM's groups its block ids now; only looked up when a page is saved.
+        offers: By request, the recurrent states that this step's forward writes.
         preempted: Requests that lost their blocks.
+        computed_tokens: By request, tokens that were there before this step.
     """
 
     final_tokens: Mapping[str, int]
     tables: Mapping[str, Sequence[Sequence[int]]]
+    offers: Mapping[str, Sequence[Offer]] = field(default_factory=dict)
     preempted: Sequence[str] = ()
+    computed_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class SchedulerSide:
     """Answers vLLM's scheduler from memory; everything slow runs on the store's thread.
 
-    Until the weights are digested, the namespace is open and every rank has proven its layout there are neither hits
-    nor saves.
+    Until the weights are digested and the namespace is open there are neither hits nor saves.
+
+    Args:
+        settings: The operator's.
+        facts: The engine, as its first rank sees it.
+        shape: The model's cache.
+        bridge: To the store.
+        cache_folder: For digests of weight files.
+        rank_refusals: By rank why its cache tensors cannot be cached; one refusal leaves the engine uncached.
+        clock: Time.
     """
 
     def __init__(
@@ -89,123 +102,105 @@ class SchedulerSide:
         shape: CacheShape,
         bridge: Bridge,
         *,
-        rank_page_bytes: int,
         cache_folder: Path,
+        rank_refusals: Mapping[int, str | None],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._settings = settings
-        self._facts = facts
         self._shape = shape
-        self._bridge = bridge
         self.meters = Meters()
         self.ledger = Ledger()
-        self._lookups = Lookups(bridge, settings, step_tokens=facts.scheduler_block_tokens, meters=self.meters)
-        self._all_groups = (1 << len(shape.layout.groups)) - 1
-        self._block_bytes = rank_page_bytes // max(1, shape.layout.page_tokens // shape.block_tokens)
-        self._save_limit_bytes = settings.pinned_bytes // 2
-        self._saving: dict[int, _Saving] = {}  # by job id
-        self._next_job_id = 0
+        self._admission = Admission(always=settings.load_always)
+        self._timing = Timing(self._admission, self.ledger, clock)
+        self._lookups = Lookups(
+            bridge,
+            settings,
+            step_tokens=shape.boundary_tokens,
+            admission=self._admission,
+            adapters=Adapters(cache_folder, facts.adapter_rules, self.meters),
+            local_cache=facts.prefix_caching,
+            # a recurrent state that contains the last token would get it twice
+            whole_prompts=settings.whole_prompt_hits and not any(group.is_state for group in shape.groups),
+            meters=self.meters,
+            clock=clock,
+        )
+        self.saves = Saves(
+            shape,
+            num_ranks=facts.tp_size,
+            limit_bytes=settings.pinned_bytes // 2,
+            ledger=self.ledger,
+            meters=self.meters,
+        )
+        self._audits: Audits | None = None
+        if settings.audit_rate > 0:
+            self._audits = Audits(
+                settings.audit_rate, shape, bridge, num_ranks=facts.tp_size, meters=self.meters, clock=clock
+            )
+            self._lookups.audits = self._audits
         self._loads: list[LoadJob] = []
         self._orphans: dict[str, RequestState] = {}  # ended while the ranks still load for them
-        self._namespace: NamespaceId | None = None
-        self._refused: str | None = None
-        self._ranks_proven = False
         self._patient = True
-        self._opening: Future[None] = bridge.submit(lambda store: self._open(store, cache_folder))
+        self.opening = Opening(settings, facts, shape, bridge, cache_folder=cache_folder, rank_refusals=rank_refusals)
 
-    # ---- start-up
-
-    async def _open(self, store: PageStore, cache_folder: Path) -> None:
-        try:
-            await self._find_namespace(store, cache_folder)
-        except Closed:
-            return  # the engine ends
-        except KVStoreError as error:
-            self._refuse(str(error))
-        except Exception as error:  # noqa: BLE001 - a background task's top: an engine without a cache must say why
-            _log.exception("kvstore: the namespace could not be opened")
-            self._refuse(f"{type(error).__name__}: {error}")
-
-    async def _find_namespace(self, store: PageStore, cache_folder: Path) -> None:
-        try:
-            weights_id = self._settings.weights_id
-            if weights_id is None:
-                weights_id = await asyncio.get_running_loop().run_in_executor(
-                    None, lambda: digest_weights(find_weight_files(self._facts.model_path), cache_folder)
-                )
-            description = describe_namespace(self._facts, self._shape, weights_id)
-        except (InvalidRequest, OSError) as error:
-            raise InvalidRequest(f"the weights have no id: {error}") from error
-        while self._namespace is None:
-            try:
-                self._namespace = await store.open_namespace(description, deadline=Deadline.after(5.0))
-            except Unavailable:
-                await asyncio.sleep(_OPEN_RETRY_S)  # the client says what is wrong, once, and keeps connecting
-            except InvalidRequest as error:
-                raise InvalidRequest(f"the service refuses the namespace: {error}") from error
-        layout = self._shape.layout
-        _log.info(
-            "kvstore: caching in namespace %s: pages of %d tokens in %d slices, service %s",
-            self._namespace.hex(),
-            layout.page_tokens,
-            sum(group.num_slices for group in layout.groups),
-            self._settings.url,
-        )
-
-    def _refuse(self, reason: str) -> None:
-        if self._refused is None:
-            self._refused = reason
-            _log.warning("kvstore: this engine is not cached: %s", reason)
-
-    def set_rank_proofs(self, refusals: Mapping[int, str | None], expected_ranks: int) -> None:
-        """Every rank's verdict on its own cache tensors; one refusal leaves the engine uncached."""
-        for rank, refusal in refusals.items():
-            if refusal is not None:
-                self._refuse(f"rank {rank}: {refusal}")
-        self._ranks_proven = len(refusals) == expected_ranks and self._refused is None
+    def bind_pins(self, pins: BlockPins) -> None:
+        """vLLM's block pool: from now on pages of requests that ended can be saved."""
+        self.saves.pins = pins
 
     def wait_in_empty_step(self) -> None:
         """Let others run, for 5 ms or until an answer comes, in a step that computes nothing while requests ask.
 
         vLLM steps on while a request waits, and a step without work is an exchange of messages between spinning
         processes: on few cores it keeps the very threads and the service from running that the request waits for.
+
+        Not while a step that computes is under way, which vLLM plans ahead of: its results would come late. Nor while
+        the ranks load: they wait themselves then, for what will end first.
         """
-        if any(state.is_asking for state in self.ledger):
-            self._lookups.answered.wait(_EMPTY_STEP_S)
+        if not self._timing.is_computing:
+            states = list(self.ledger)
+            if any(state.is_asking for state in states) and not any(state.loading for state in states):
+                self._lookups.answered.wait(_EMPTY_STEP_S)
         self._lookups.answered.clear()
 
     @property
     def is_ready(self) -> bool:
-        return self._namespace is not None and self._ranks_proven and self._refused is None
+        return self.opening.is_ready
 
     # ---- requests
 
     def on_new_request(self, prompt: PromptFacts) -> None:
         chain = None
-        if prompt.uncacheable is None:
-            chain = PrefixChain(self._shape.block_tokens, prompt.cache_salt)
-        else:
+        for told in ("load", "save"):
+            if not getattr(prompt.flags, told):
+                self.meters.add("connector_requests_opted_out", of=told)
+        if prompt.uncacheable is not None:
             self.meters.add("connector_uncacheable_requests", reason=prompt.uncacheable)
-        state = RequestState(prompt.request_id, prompt.tokens, chain)
+        elif prompt.flags.load or prompt.flags.save:
+            chain = PrefixChain(self._shape.boundary_tokens, prompt.cache_salt, prompt.content)
+        state = RequestState(
+            prompt.request_id, tuple(prompt.tokens), chain, prompt.tokens, prompt.flags, handoff=prompt.handoff
+        )
         self.ledger.open(state)
-        if chain is not None and self.is_ready and len(prompt.tokens) >= self._shape.block_tokens:
-            assert self._namespace is not None
-            self._lookups.start(state, self._namespace)
+        if chain is not None and self.is_ready and len(state.prompt) >= self._shape.boundary_tokens:
+            assert self.opening.namespace is not None
+            self._lookups.start(state, self.opening.namespace)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """vLLM's question: tokens beyond its own hit that can be loaded; `None`: ask again."""
         state = self.ledger.find(request_id)
-        if state is None or not self._settings.loads or state.loading is not None or self._refused is not None:
+        if state is None or state.loading is not None or self.opening.refused is not None:
+            return 0
+        if not self._settings.loads or not state.flags.load:
             return 0
         if not self.is_ready:
-            if state.chain is None:
+            if state.chain is None or not self.opening.is_coming:
                 return 0
             # an engine's first request often comes while the namespace is being opened: as patient as for a lookup,
             # but only with requests that come with it; later ones must not be slowed by a service that is not there
             waiting = self._lookups.may_wait(state)
             self._patient = self._patient and waiting
             return None if waiting and self._patient else 0
-        assert self._namespace is not None
-        return self._lookups.hit(state, self._namespace, local_tokens)
+        assert self.opening.namespace is not None
+        return self._lookups.hit(state, self.opening.namespace, local_tokens)
 
     def on_allocated(self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """vLLM allocated blocks; load into them when it took the hit."""
@@ -213,25 +208,27 @@ class SchedulerSide:
         if state is None:
             return
         if external_tokens == 0:
+            state.asked_s = None  # it computes: nothing is waited for any more
             self._lookups.drop_fetch(state)
             return
         staged, local_tokens = self._lookups.admitted(state)
+        self._timing.on_load_ordered(request_id, staged.num_bytes)
         resume_tokens = local_tokens + external_tokens
         try:
             if resume_tokens > staged.resume_tokens:
                 raise InternalError("vLLM took more than was promised", seen=resume_tokens, of=staged.resume_tokens)
             pieces = plan_load(
-                staged,
-                tables,
-                local_tokens=local_tokens,
-                resume_tokens=resume_tokens,
-                block_tokens=self._shape.block_tokens,
+                staged, self._shape.groups, tables, local_tokens=local_tokens, resume_tokens=resume_tokens
             )
         except InternalError:
             _log.exception("kvstore: a load could not be planned and is recomputed")
             pieces = None
         assert staged.lease is not None
-        self._loads.append(LoadJob(request_id, staged.lease, pieces))
+        audited = self._audits is not None and self._audits.on_load(request_id, staged, resume_tokens)
+        self._loads.append(LoadJob(request_id, staged.lease, pieces, audited))
+        for index, group in enumerate(self._shape.groups):
+            if group.is_state:
+                state.note_stored(resume_tokens, index)
         self.meters.add("connector_hits")
         self.meters.add("connector_external_tokens", external_tokens)
         for tier, count in staged.sources.items():
@@ -240,124 +237,137 @@ class SchedulerSide:
     def on_loads_finished(self, finished: set[str], failed: set[str]) -> None:
         """The ranks reported loads; a failed one is never asked for again."""
         for request_id in finished:
-            state = self.ledger.find(request_id) or self._orphans.pop(request_id, None)
-            if state is None:
+            orphan = self._orphans.pop(request_id, None)
+            state = self.ledger.find(request_id) or orphan
+            self._timing.on_load_ended(request_id, failed=request_id in failed)
+            if state is None or state.loading is None:  # under MultiConnector another cache's load ends here too
                 continue
-            self._lookups.loaded(state)
+            # vLLM throws away what was loaded for a request that has ended
+            self._lookups.loaded(state, failed=request_id in failed or orphan is not None)
             if request_id in failed:
+                if self._audits is not None:
+                    self._audits.on_load_gone(request_id)
                 state.closed = state.load_failed = True
                 self.meters.add("connector_failed_loads")
 
-    def on_finished(self, request_id: str) -> None:
+    def on_finished(self, request_id: str, final_tokens: int = 0, tables: Sequence[Sequence[int]] = ()) -> None:
+        """A request ended.
+
+        Args:
+            request_id: vLLM's.
+            final_tokens: Tokens whose cache content is right and will stay; 0 when it did not end well.
+            tables: Its blocks, for each of vLLM's groups.
+        """
         state = self.ledger.close(request_id)
+        if self._audits is not None:
+            self._audits.on_finished(request_id)
         if state is None:
             return
         if state.loading is not None:
             self._orphans[request_id] = state
+        elif final_tokens and self._saves(state):
+            assert self.opening.namespace is not None
+            self.saves.plan_end(state, self.opening.namespace, final_tokens, tables)
         self._lookups.forget(state)
 
     # ---- steps
 
+    def on_step_reported(self) -> None:
+        """vLLM has a step's results; called once for each step, in their order."""
+        self._timing.on_reported()
+
     def plan_step(self, step: StepFacts) -> StepJobs:
         """The jobs of one step, from what the engine computes in it."""
+        self._timing.on_planned(step.computed_tokens, step.final_tokens)
         for request_id in step.preempted:
             if (state := self.ledger.find(request_id)) is not None:
-                state.closed, state.asked_s, state.lookup = state.load_failed, None, None
+                state.resume()
         saves: list[SaveJob] = []
-        first_job_id = self._next_job_id
+        first_job_id = self.saves.next_job_id
         try:
-            if self._settings.saves and self.is_ready:
-                for request_id, final_tokens in step.final_tokens.items():
-                    state = self.ledger.find(request_id)
-                    if state is not None:
-                        saves.extend(self._plan_saves(state, final_tokens, step.tables[request_id]))
+            for request_id, final_tokens in step.final_tokens.items():
+                state = self.ledger.find(request_id)
+                if state is not None and self._saves(state):
+                    assert self.opening.namespace is not None
+                    offers = step.offers.get(request_id, ())
+                    tables = partial(step.tables.__getitem__, request_id)
+                    saves += self.saves.plan_step(state, self.opening.namespace, final_tokens, tables, offers)
         except BaseException:
-            for job_id in range(first_job_id, self._next_job_id):
-                self._saving.pop(job_id, None)  # never sent: no rank will give its bytes back
+            self.saves.withdraw(first_job_id)
             raise
+        saves += self.saves.take_ended()
+        audit = AuditJobs()
+        if self._audits is not None:
+            audit = self._audits.plan_step(
+                step.computed_tokens, step.final_tokens, step.tables, step.offers, step.preempted
+            )
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
-        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens))
+        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audit=audit)
 
-    def _plan_saves(self, state: RequestState, final_tokens: int, tables: Sequence[Sequence[int]]) -> list[SaveJob]:
-        if state.chain is None or state.save_stopped or len(state.prompt) < self._shape.block_tokens:
-            return []
-        assert self._namespace is not None
-        if state.hashed is None:  # the request came before the namespace was open
-            self._lookups.start(state, self._namespace)
-        if not state.is_hashed:
-            return []
-        state.learn_presence()
-        pages, cursor = final_pages(
-            saved_tokens=state.saved_tokens,
-            final_tokens=final_tokens,
-            prompt_tokens=len(state.prompt),
-            page_tokens=self._shape.layout.page_tokens,
-            block_tokens=self._shape.block_tokens,
-            present=state.present,
-            wanted_groups=self._all_groups,
-        )
-        jobs = []
-        for page in pages:
-            first, last = page.start_tokens // self._shape.block_tokens, page.stop_tokens // self._shape.block_tokens
-            num_bytes = (last - first) * self._block_bytes
-            if not self._grant(num_bytes):
-                # the ranks have no room: the blocks are still held, so the next step tries again
-                cursor = page.start_tokens
-                break
-            boundary = state.chain.boundaries[page.boundary_index]
-            assert boundary.tokens == page.stop_tokens
-            jobs.append(
-                SaveJob(
-                    job_id=self._next_job_id,
-                    namespace=self._namespace,
-                    prefix=boundary.prefix,
-                    group=0,
-                    start_tokens=page.start_tokens,
-                    stop_tokens=page.stop_tokens,
-                    block_ids=tuple(tables[0][first:last]),
-                )
-            )
-            self._saving[self._next_job_id] = _Saving(state.request_id, num_bytes, self._facts.tp_size)
-            self._next_job_id += 1
-        state.saved_tokens = max(state.saved_tokens, cursor)
-        return jobs
-
-    def _grant(self, num_bytes: int) -> bool:
-        in_flight = sum(saving.num_bytes for saving in self._saving.values())
-        if in_flight and in_flight + num_bytes > self._save_limit_bytes:
-            self.meters.add("connector_saves_delayed")
+    def _saves(self, state: RequestState) -> bool:
+        """Whether pages of this request can be saved now."""
+        if not self._settings.saves or not state.flags.save:
             return False
+        if not self.is_ready or state.chain is None or state.save_stopped:
+            return False
+        if len(state.known) < self._shape.boundary_tokens:
+            return False
+        if state.hashed is None:  # the request came before the namespace was open, or was preempted
+            assert self.opening.namespace is not None
+            self._lookups.start(state, self.opening.namespace)
+        if not state.is_hashed:
+            return False
+        state.learn_presence()
         return True
+
+    @property
+    def has_pending_saves(self) -> bool:
+        """Whether an engine without requests has to step on.
+
+        Not only while blocks are held for saves: without a step vLLM's worker processes spin for a second, in Python,
+        and keep interpreter and core from the threads that save; in a step of ours they wait for these instead.
+        """
+        return len(self.saves) > 0 or (self._audits is not None and self._audits.has_open)
 
     def on_rank_report(self, report: RankReport) -> None:
         """Save buffers that ranks gave back."""
-        for job_id in report.saves_failed:
-            saving = self._saving.get(job_id)
-            if saving is not None and (state := self.ledger.find(saving.request_id)) is not None:
-                state.save_stopped = True
-        for job_id, ranks in report.saves_done.items():
-            saving = self._saving.get(job_id)
-            if saving is None:
-                continue
-            saving.busy_ranks -= ranks
-            if saving.busy_ranks <= 0:
-                del self._saving[job_id]
+        self.saves.on_rank_report(report)
+        if self._audits is not None:
+            self._audits.on_done(report.audits_done)
+
+    def reset_cache(self, *, is_empty: bool) -> None:
+        """The engine dropped its own cache; where weights may change that ends loads and saves for now.
+
+        What is under way already, and belongs to the old weights, goes on.
+
+        Args:
+            is_empty: vLLM holds no block: what is computed from here on is computed with the engine's weights of now.
+        """
+        if not self._settings.weights_may_change:
+            return
+        for state in self.ledger:  # what they have computed, or still will, may be of two weights
+            self._lookups.drop_fetch(state)
+            state.closed = state.load_failed = state.save_stopped = True
+            if self._audits is not None:  # what is computed now is not what is stored
+                self._audits.on_finished(state.request_id)
+        self._loads = [replace(job, pieces=None) for job in self._loads]
+        self.opening.reset(is_empty=is_empty)
 
     def status(self) -> dict[str, Any]:
         """Plain values for people and tests."""
         return {
             "ready": self.is_ready,
-            "refused": self._refused,
-            "namespace": self._namespace.hex() if self._namespace else None,
+            "refused": self.opening.refused,
+            "namespace": self.opening.namespace.hex() if self.opening.namespace else None,
             "requests": len(self.ledger),
-            "saves_in_flight": len(self._saving),
+            "saves_in_flight": len(self.saves),
             **self.meters.snapshot(),
         }
 
     def shutdown(self) -> None:
         """End every lease and stop asking. Idempotent."""
-        self._opening.cancel()
+        self.opening.cancel()
         for state in self.ledger:
             self._lookups.forget(state)
             self.ledger.close(state.request_id)

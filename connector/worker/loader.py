@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from connector.canonical.runs import PagePlan
-from connector.device.base import BlockCopier
+from connector.device.base import Device, Fence
 from connector.jobs import LoadJob, LoadPiece
 from connector.scheduler.bridge import Bridge
-from connector.worker.staging import BufferPool, view
+from connector.worker.audit import Auditor
+from connector.worker.groups import RankGroup
+from connector.worker.staging import RecordMemory, view
 from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
@@ -30,7 +33,6 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 _IN_FLIGHT = 12
 _WATCH_S = 0.05
 _CEILING_S = 60.0
-_ROUND_BYTES = 1 << 18
 
 
 class Loader:
@@ -40,33 +42,34 @@ class Loader:
 
     Args:
         bridge: To the store.
-        copier: The device.
-        plan: The group's page plan on this rank.
-        slices: The slices that this rank reads.
+        groups: The canonical groups on this rank, by their index.
+        device: What their blocks are on.
         pool: Threads for verifying and decoding.
-        buffers: Host memory to receive records into.
+        memory: Where records are received.
+        scratch: Pages of host memory, one for each thread, to decode into; larger ones are made when needed.
         stall_s: A load fails when the service owes records and none came for this long.
         meters: Counters.
+        auditor: Reads audited loads back before they are reported.
     """
 
     def __init__(
         self,
         bridge: Bridge,
-        copier: BlockCopier,
-        plan: PagePlan,
+        groups: Sequence[RankGroup],
+        device: Device,
         *,
-        slices: Sequence[int],
         pool: CodecPool,
-        buffers: BufferPool,
+        memory: RecordMemory,
+        scratch: Sequence[torch.Tensor] = (),
         stall_s: float,
         meters: Meters,
+        auditor: Auditor | None = None,
     ) -> None:
         self._bridge = bridge
-        self._copier = copier
-        self._plan = plan
-        self._slices = frozenset(slices)
+        self._groups = tuple(groups)
+        self._device = device
         self._pool = pool
-        self._buffers = buffers
+        self._memory = memory
         self._stall_s = stall_s
         self._meters = meters
         self._lock = threading.Lock()
@@ -74,19 +77,32 @@ class Loader:
         self._num_open = 0
         self._finished: set[str] = set()
         self._failed: set[str] = set()
-        self._scratch = threading.local()
+        self._auditor = auditor
+        self._to_read_back: list[str] = []  # for the engine's thread, which orders what follows
+        self._scratch = deque(scratch)
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
 
     def load(self, jobs: Sequence[LoadJob]) -> None:
-        """Start loading; returns at once."""
+        """Start loading; returns at once. On the engine's thread, after it ordered what may still use the blocks."""
+        if not jobs:
+            return
+        after = self._device.fence()
         for job in jobs:
+            if self._auditor is not None:
+                self._auditor.forget([job.request_id])  # an earlier load, whose blocks are gone
             with self._lock:
                 self._num_open += 1
             try:
-                self._bridge.submit(partial(self._run, job))
+                self._bridge.submit(partial(self._run, job, after))
             except KVStoreError:
                 self._report(job.request_id, failed=True)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is under way, or has ended and was not told yet."""
+        with self._lock:
+            return bool(self._num_open or self._finished or self._to_read_back)
 
     def take_results(self, *, wait_s: float = 0.0) -> tuple[set[str], set[str]]:
         """Requests that finished since the last call, and those among them that failed.
@@ -95,17 +111,33 @@ class Loader:
             wait_s: How long to wait for the first one while any is being loaded.
         """
         with self._lock:
-            if wait_s and self._num_open and not self._finished:
+            if wait_s and self._num_open and not self._finished and not self._to_read_back:
                 self._reported.wait(wait_s)
+            to_read_back, self._to_read_back = self._to_read_back, []
+        for request_id in to_read_back:
+            self._read_back(request_id)
+        with self._lock:
             finished, failed = self._finished, self._failed
             self._finished, self._failed = set(), set()
             return finished, failed
 
-    async def _run(self, job: LoadJob, store: PageStore) -> None:
+    def _read_back(self, request_id: str) -> None:
+        assert self._auditor is not None
+
+        def report(is_equal: bool) -> None:
+            self._report(request_id, failed=not is_equal)
+
+        try:
+            self._auditor.read_back(request_id, after="the load", then=report)
+        except KVStoreError:
+            _log.exception("kvstore: audit: a load cannot be read back and is recomputed")
+            self._report(request_id, failed=True)
+
+    async def _run(self, job: LoadJob, after: Fence, store: PageStore) -> None:
         failed = True
         started_s = SYSTEM_CLOCK.monotonic_s()
         try:
-            await self._load_pieces(store, job)
+            await self._load_pieces(store, job, after)
             failed = False
         except* Exception as errors:  # noqa: BLE001 - a task's top: whatever happened, the request must be reported
             self._meters.add("connector_load_errors")
@@ -117,9 +149,15 @@ class Loader:
                 exc_info=None if isinstance(error, KVStoreError) else error,
             )
         finally:
-            self._report(job.request_id, failed=failed)
-            duration_ms = (SYSTEM_CLOCK.monotonic_s() - started_s) * 1000
-            _log.debug("kvstore: load ended in %d ms failed=%s request=%s", duration_ms, failed, job.request_id)
+            if job.audited and self._auditor is not None and not failed:
+                with self._lock:
+                    self._to_read_back.append(job.request_id)
+                    self._reported.notify_all()
+            else:
+                self._report(job.request_id, failed=failed)
+            duration_s = SYSTEM_CLOCK.monotonic_s() - started_s
+            self._meters.observe("connector_load_seconds", duration_s)
+            _log.debug("kvstore: load ended in %d ms failed=%s request=%s", duration_s * 1000, failed, job.request_id)
 
     def _report(self, request_id: str, *, failed: bool) -> None:
         with self._lock:
@@ -129,83 +167,79 @@ class Loader:
             self._num_open -= 1
             self._reported.notify_all()
 
-    async def _load_pieces(self, store: PageStore, job: LoadJob) -> None:
+    async def _load_pieces(self, store: PageStore, job: LoadJob, after: Fence) -> None:
         """Load all pieces, or raise; either way no thread writes to the blocks any more when it ends."""
         if job.pieces is None:
             raise InternalError("the load could not be planned", request=job.request_id)
-        pieces = [piece for piece in job.pieces if piece.key.slice in self._slices]
+        pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
         room = asyncio.Semaphore(_IN_FLIGHT)
-        progress = _Progress()
+        load = _Load(LeaseId(job.lease), after, _Progress(), job.request_id if job.audited else None)
         open_pieces = len(pieces)
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(progress.watch(self._stall_s))
+            watch = group.create_task(load.progress.watch(self._stall_s))
 
-            async def load(piece: LoadPiece) -> None:
+            async def load_piece(piece: LoadPiece) -> None:
                 nonlocal open_pieces
                 async with room:
-                    await self._load_piece(store, LeaseId(job.lease), piece, progress)
+                    await self._load_record(store, load, piece)
                 open_pieces -= 1
                 if open_pieces == 0:
                     watch.cancel()
 
             for piece in pieces:
-                group.create_task(load(piece))
+                group.create_task(load_piece(piece))
             if not pieces:
                 watch.cancel()
 
-    async def _load_piece(self, store: PageStore, lease: LeaseId, piece: LoadPiece, progress: _Progress) -> None:
-        taken: list[torch.Tensor] = []
-        try:
-            await self._load_record(store, lease, piece, progress, taken)
-        except BaseException:
-            for buffer in taken:
-                self._buffers.drop(buffer)  # a connection may still write to it
-            raise
-        for buffer in taken:
-            self._buffers.put(buffer)
-
-    async def _load_record(
-        self, store: PageStore, lease: LeaseId, piece: LoadPiece, progress: _Progress, taken: list[torch.Tensor]
-    ) -> None:
+    async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece) -> None:
         deadline = Deadline.after(_CEILING_S)
-
-        def allocate(num_bytes: int) -> memoryview:
-            # records differ by a few bytes in size; rounded, one's buffer serves the next
-            buffer = self._buffers.take(-(-num_bytes // _ROUND_BYTES) * _ROUND_BYTES)
-            if buffer is None:
-                return view(torch.empty(num_bytes, dtype=torch.uint8))
-            taken.append(buffer)
-            return view(buffer)[:num_bytes]
-
-        with progress.asking():
-            record = await store.load(lease, piece.key, deadline=deadline, allocate=allocate)
+        with load.progress.asking():
+            record = await store.load(load.lease, piece.key, deadline=deadline, allocate=self._memory.take)
         try:
             # a cancelled run returns only when its thread has ended, so that the blocks are left alone afterwards
-            await self._pool.run(record.num_bytes, lambda: self._place(record, piece), deadline=deadline)
+            await self._pool.run(record.num_bytes, lambda: self._place(record, piece, load), deadline=deadline)
         except CorruptRecord as error:
             self._meters.add("connector_corrupt_records")
-            with progress.asking():
+            with load.progress.asking():
                 await store.discard(piece.key, str(error), deadline=deadline)
             raise
 
-    def _place(self, record: Record, piece: LoadPiece) -> None:
+    def _place(self, record: Record, piece: LoadPiece, load: _Load) -> None:
         if self.verify:
             verify_payload(record)
-        expected = self._plan.decoded_bytes(piece.span_blocks)
+        group = self._groups[piece.key.group]
+        expected = group.plan.decoded_bytes(piece.span_blocks)
         if record.header.decoded_bytes != expected:
             raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
-        page = self._scratch_page(expected)
-        decode_into(record.header.codec_chain, record.payload, view(page))
-        runs = self._plan.runs(piece.key.slice, piece.span_blocks)
-        self._copier.scatter(runs, piece.block_ids, page, piece.first_block)
+        with self._scratch_page(expected) as page:
+            decode_into(record.header.codec_chain, record.payload, view(page), plane_width=group.copier.plane_width)
+            runs = group.plan.runs(piece.key.slice, piece.span_blocks)
+            group.copier.scatter(runs, piece.block_ids, page, piece.first_block, load.after)
+            if self._auditor is not None and load.audited is not None:
+                self._auditor.placed(load.audited, piece, page)
         self._meters.add("connector_raw_bytes_loaded", expected)
 
-    def _scratch_page(self, num_bytes: int) -> torch.Tensor:
-        # one page per codec thread: it stays in the processor's cache between decode and scatter
-        page: torch.Tensor | None = getattr(self._scratch, "page", None)
-        if page is None or page.numel() < num_bytes:
-            page = self._scratch.page = torch.empty(num_bytes, dtype=torch.uint8)
-        return page[:num_bytes]
+    @contextmanager
+    def _scratch_page(self, num_bytes: int) -> Iterator[torch.Tensor]:
+        # the one that was used last: it may still be in the processor's cache
+        page = self._scratch.pop() if self._scratch else self._device.host_memory(num_bytes)
+        if page.numel() < num_bytes:
+            page = self._device.host_memory(num_bytes)
+        try:
+            yield page[:num_bytes]
+        finally:
+            self._scratch.append(page)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One request's load: what keeps its records, what its copies come after, whether the service answers, and the
+    request's id when the load is audited."""
+
+    lease: LeaseId
+    after: Fence
+    progress: _Progress
+    audited: str | None
 
 
 class _Progress:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
-from connector.canonical.runs import PagePlan
-from connector.device.base import BlockCopier
+from connector.device.base import PageGather, Ticket
 from connector.jobs import RankReport, SaveJob
 from connector.scheduler.bridge import Bridge
-from connector.worker.staging import BufferPool, view
-from kvstore.api import Deadline, PageStore, SaveOutcome
+from connector.worker.groups import RankGroup
+from connector.worker.staging import BufferPool, RecordMemory, view
+from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.codec import CodecPool, encode, max_payload_bytes
 from kvstore.errors import Closed, KVStoreError
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, seal
 from kvstore.model.keys import RecordKey
-from kvstore.model.layout import GroupLayout
 from kvstore.model.spans import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
@@ -31,6 +35,7 @@ __all__ = ["Saver"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
+_group_of = attrgetter("group")
 
 
 class Saver:
@@ -41,96 +46,121 @@ class Saver:
 
     Args:
         bridge: To the store.
-        copier: The device.
-        plan: The group's page plan on this rank.
-        group: The group's layout.
+        groups: The canonical groups on this rank, by their index.
         page_tokens: Tokens of a page.
-        slices: The slices that this rank writes.
-        chain: Codec chain to encode with.
         pool: Threads for encoding.
-        buffers: Host memory for pages and records on their way.
+        buffers: Host memory for pages on their way.
+        memory: Where records are made.
         meters: Counters.
     """
 
     def __init__(
         self,
         bridge: Bridge,
-        copier: BlockCopier,
-        plan: PagePlan,
-        group: GroupLayout,
+        groups: Sequence[RankGroup],
         *,
         page_tokens: int,
-        slices: Sequence[int],
-        chain: int,
         pool: CodecPool,
         buffers: BufferPool,
+        memory: RecordMemory,
         meters: Meters,
     ) -> None:
         self._bridge = bridge
-        self._copier = copier
-        self._plan = plan
-        self._group = group
+        self._groups = tuple(groups)
         self._page_tokens = page_tokens
-        self._slices = tuple(slices)
-        self._chain = chain
         self._pool = pool
         self._buffers = buffers
+        self._memory = memory
         self._meters = meters
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._open_slices: dict[int, int] = {}
         self._report = RankReport()
+        # pages arrive in the order they were gathered: one thread waits for the next, and no codec thread has to
+        self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="arrivals")
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """Copy the jobs' blocks out now; when it returns the blocks may be reused.
 
         Every job is reported once, also when this raises: the scheduler side holds room for it until then.
         """
-        left = deque((job, slice_index) for job in jobs for slice_index in self._slices)
+        left = deque(
+            (group, [(job, slice_index) for job in its_jobs for slice_index in self._written(job)])
+            for group, its_jobs in groupby(sorted(jobs, key=_group_of), key=_group_of)
+        )
         with self._lock:
-            self._open_slices.update((job.job_id, len(self._slices)) for job in jobs)
+            for job in jobs:
+                if slices := len(self._written(job)):
+                    self._open_slices[job.job_id] = slices
+                else:  # another replica's turn
+                    self._report.saves_done[job.job_id] = 1
         try:
             while left:
-                self._save_slice(*left[0])
-                left.popleft()
+                group, batch = left.popleft()
+                self._save_batch(self._groups[group], batch)
         finally:
+            for _, batch in left:
+                for job, _ in batch:
+                    self._done(job.job_id, "failed")
+
+    def _written(self, job: SaveJob) -> range:
+        return self._groups[job.group].written(job.prefix)
+
+    def _save_batch(self, group: RankGroup, batch: Sequence[tuple[SaveJob, int]]) -> None:
+        """Gather slices of one group together and send each on its way; whatever happens, each is reported once."""
+        left, held = deque(batch), deque[tuple[SaveJob, int, torch.Tensor]]()
+        try:
+            while left:
+                job, slice_index = left[0]
+                page = self._buffers.take(group.plan.decoded_bytes(job.num_blocks))
+                left.popleft()
+                if page is None:
+                    self._done(job.job_id, "no_buffer")
+                else:
+                    held.append((job, slice_index, page))
+            tickets = group.copier.gather_all(
+                [
+                    PageGather(group.plan.runs(slice_index, job.num_blocks), job.block_ids, page)
+                    for job, slice_index, page in held
+                ]
+            )
+            for ticket in tickets:
+                job, slice_index, page = held[0]
+                if ticket is None:
+                    self._buffers.put(page)
+                    self._done(job.job_id, "no_room")
+                else:
+                    header = self._header(group, job, slice_index, page.numel())
+                    gathered = _Gathered(header, page, group.copier.plane_width, ticket, job.retention)
+                    self._bridge.submit(partial(self._send, job.job_id, gathered))
+                held.popleft()
+        except Closed:
+            pass  # the engine ends, and so do its saves
+        finally:
+            for job, _, page in held:
+                self._buffers.put(page)
+                self._done(job.job_id, "failed")
             for job, _ in left:
                 self._done(job.job_id, "failed")
 
-    def _save_slice(self, job: SaveJob, slice_index: int) -> None:
-        page = self._buffers.take(self._plan.decoded_bytes(len(job.block_ids)))
-        if page is None:
-            self._done(job.job_id, "no_buffer")
-            return
-        try:
-            self._copy_and_send(job, slice_index, page)
-        except Closed:
-            self._buffers.put(page)
-            self._done(job.job_id, "failed")
-        except BaseException:
-            self._buffers.put(page)
-            raise
-
-    def _copy_and_send(self, job: SaveJob, slice_index: int, page: torch.Tensor) -> None:
-        self._copier.gather(self._plan.runs(slice_index, len(job.block_ids)), job.block_ids, page)
-        kind, span = self._group.record_at(job.stop_tokens, self._page_tokens)
+    def _header(self, group: RankGroup, job: SaveJob, slice_index: int, page_bytes: int) -> HeaderV1:
+        kind, span = group.layout.record_at(job.stop_tokens, self._page_tokens)
         assert span == Span(job.start_tokens, job.stop_tokens)
-        header = HeaderV1(
+        return HeaderV1(
             key=RecordKey(job.namespace, job.prefix, job.group, slice_index),
             kind=kind,
             span=span,
-            codec_chain=self._chain,
-            decoded_bytes=page.numel(),
+            codec_chain=group.chain,
+            decoded_bytes=page_bytes,
             payload_bytes=0,
             payload_checksum=bytes(16),
             created_ms=SYSTEM_CLOCK.wall_ms(),
         )
-        self._bridge.submit(lambda store: self._send(store, job.job_id, header, page))
 
-    async def _send(self, store: PageStore, job_id: int, header: HeaderV1, page: torch.Tensor) -> None:
+    async def _send(self, job_id: int, gathered: _Gathered, store: PageStore) -> None:
         outcome = "failed"
         try:
-            outcome = await self._encode_and_save(store, header, page)
+            outcome = await self._encode_and_save(store, gathered)
         except KVStoreError as error:
             _log.debug("kvstore: a page was not saved: %s", error)
         except Exception:  # noqa: BLE001 - a background task's top: nobody looks at its future
@@ -138,17 +168,20 @@ class Saver:
         finally:
             self._done(job_id, outcome)
 
-    async def _encode_and_save(self, store: PageStore, header: HeaderV1, page: torch.Tensor) -> str:
+    async def _encode_and_save(self, store: PageStore, gathered: _Gathered) -> str:
         deadline = Deadline.after(_SAVE_DEADLINE_S)
-        room = HEADER_BYTES + max_payload_bytes(page.numel())
+        room = HEADER_BYTES + max_payload_bytes(gathered.page.numel())
         # scratch memory beside the granted pages: bounded by the pool, which lets in a few jobs at a time
-        buffer = torch.empty(room, dtype=torch.uint8)
+        buffer = self._memory.take(room)
         try:
-            record = await self._pool.run(room, lambda: _seal(self._chain, header, page, buffer), deadline=deadline)
+            if not gathered.ticket.is_done():
+                await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
+            record = await self._pool.run(room, lambda: _seal(gathered, buffer), deadline=deadline)
         finally:
-            self._buffers.put(page)
-        self._meters.add("connector_raw_bytes_saved", header.decoded_bytes)
-        outcome = await store.save(record, deadline=deadline)
+            # also when it has not arrived: whatever is copied there next is ordered behind this copy
+            self._buffers.put(gathered.page)
+        self._meters.add("connector_raw_bytes_saved", gathered.header.decoded_bytes)
+        outcome = await store.save(record, retention=gathered.retention, deadline=deadline)
         if outcome is SaveOutcome.STORED:
             self._meters.add("connector_bytes_stored", record.num_bytes)
         return outcome.value
@@ -178,8 +211,31 @@ class Saver:
         with self._lock:
             return self._idle.wait_for(lambda: not self._open_slices, timeout_s)
 
+    def close(self) -> None:
+        """Wait for no more pages. Idempotent."""
+        self._arrivals.shutdown(wait=False)
 
-def _seal(chain: int, header: HeaderV1, page: torch.Tensor, buffer: torch.Tensor) -> Record:
-    target = view(buffer)
-    encoded = encode(chain, view(page), target[HEADER_BYTES:])
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A page on its way to the store.
+
+    Attributes:
+        header: What it will be sealed with.
+        page: Its bytes, once they have arrived.
+        plane_width: How they stand there: see `BlockCopier`.
+        ticket: Says when they have arrived.
+        retention: How long it is likely to be of use.
+    """
+
+    header: HeaderV1
+    page: torch.Tensor
+    plane_width: int
+    ticket: Ticket
+    retention: Retention
+
+
+def _seal(gathered: _Gathered, target: memoryview) -> Record:
+    header, page = gathered.header, view(gathered.page)
+    encoded = encode(header.codec_chain, page, target[HEADER_BYTES:], plane_width=gathered.plane_width)
     return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from connector.canonical.attention import AttentionPages
-from connector.canonical.tiling import prove_tiling
-from connector.device.cpu import CpuCopier
-from connector.facts import AttentionFacts, EngineFacts
-from connector.identity import CacheShape
+from connector.device.base import Device
+from connector.device.choose import open_device
+from connector.device.cpu import CpuDevice
+from connector.facts import EngineFacts
+from connector.identity import CacheShape, GroupShape
 from connector.jobs import RankReport, StepJobs
 from connector.scheduler.bridge import Bridge
 from connector.settings import ConnectorSettings
+from connector.worker.audit import Auditor
+from connector.worker.groups import RankGroup, prove_group
 from connector.worker.loader import Loader
 from connector.worker.saver import Saver
-from connector.worker.staging import BufferPool
-from kvstore.codec import CodecPool, chain_for_element_bytes
+from connector.worker.self_check import check_round_trip
+from connector.worker.staging import BufferPool, RecordMemory
+from connector.worker.warm import Warmer, memory_ranges
+from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
 
-__all__ = ["WorkerSide", "rank_page_bytes"]
+__all__ = ["WorkerSide"]
 
 _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
-_RECEIVE_BYTES = 64 << 20
 _EMPTY_STEP_S = 0.005
+_PREPARED_BYTES = 64 << 20
+"""Pages on their way out that the engine's first steps find warm."""
 
 
 class WorkerSide:
@@ -44,93 +49,125 @@ class WorkerSide:
         self._facts = facts
         self._shape = shape
         self._bridge = bridge
-        self._pool = CodecPool(
-            num_threads=max(1, min(_MAX_CODEC_THREADS, num_cores)),
-            limit_bytes=max(settings.pinned_bytes // 2, 64 << 20),
-        )
+        self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
+        limit_bytes = max(settings.pinned_bytes // 2, 64 << 20)
+        self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=limit_bytes)
+        # loads, for which requests wait, never queue behind saves; these have fewer threads, not slower ones: a thread
+        # of low priority keeps the interpreter's lock while it is not let run, and the engine stands still with it
+        self._save_pool = CodecPool(num_threads=max(1, self._num_threads // 2), limit_bytes=limit_bytes)
+        self._memory: RecordMemory | None = None
         self.meters = Meters()
         self.refusal: str | None = "cache tensors were not registered"
+        self.groups: tuple[RankGroup, ...] = ()
         self.saver: Saver | None = None
         self.loader: Loader | None = None
+        self.auditor: Auditor | None = None
+        self._warmer: Warmer | None = None
 
-    def register(self, layers: Sequence[torch.Tensor]) -> None:
-        """Take the cache tensors of the group, `[blocks, heads, tokens, channels]` each, and prove their layout."""
-        attention = self._facts.attention
-        assert attention is not None
+    def register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
+        """Take the cache tensors and prove their layout.
+
+        Args:
+            layers_of: Gives the tensors of layers by name, dimension 0 = the manager's blocks.
+        """
+        gathers = self._settings.saves or self._settings.audit_rate > 0
+        wanted_bytes = self._settings.pinned_bytes // 2 if gathers else 0
+        save_bytes = max(wanted_bytes, self._largest_page_bytes())  # the check of the device needs a page as well
         try:
-            slices = self._shape.grid.slices_of(self._facts.tp_rank, self._facts.tp_size)
-            plan = self._prove(attention, slices, layers)
+            device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device, save_bytes)
+            self.groups = tuple(
+                prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
+                for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
+            )
+            for group in self.groups:
+                check_round_trip(group, layers_of(group.shape.facts.layer_names), device)
         except InvalidRequest as error:
             self.refusal = str(error)
             return
-        copier = CpuCopier(layers)
+        page_bytes, pages = self._largest_slice_bytes(), BufferPool(save_bytes, device.host_memory)
+        self._memory = RecordMemory()
         self.saver = Saver(
             self._bridge,
-            copier,
-            plan,
-            self._shape.layout.groups[0],
+            self.groups,
             page_tokens=self._shape.layout.page_tokens,
-            slices=slices,
-            chain=chain_for_element_bytes(attention.element_bytes),
-            pool=self._pool,
-            buffers=BufferPool(max(self._settings.pinned_bytes // 2, rank_page_bytes(attention, self._shape))),
+            pool=self._save_pool,
+            buffers=pages,
+            memory=self._memory,
             meters=self.meters,
         )
+        if self._settings.audit_rate > 0:
+            self.auditor = Auditor(
+                self._bridge,
+                self.groups,
+                device,
+                compute_dtype=self._facts.compute_dtype,
+                pool=self._pool,
+                limit_bytes=save_bytes,
+                meters=self.meters,
+            )
+        scratch = [device.host_memory(page_bytes) for _ in range(self._num_threads)]
         self.loader = Loader(
             self._bridge,
-            copier,
-            plan,
-            slices=slices,
+            self.groups,
+            device,
             pool=self._pool,
-            buffers=BufferPool(_RECEIVE_BYTES),
+            memory=self._memory,
+            scratch=scratch,
             stall_s=self._settings.stall_timeout_ms / 1000,
             meters=self.meters,
+            auditor=self.auditor,
         )
+        if isinstance(device, CpuDevice):
+            layers = [layer for group in self._shape.groups for layer in layers_of(group.facts.layer_names)]
+            prepared = pages.prepare(page_bytes, _PREPARED_BYTES)
+            self._warmer = Warmer(memory_ranges([*scratch, *prepared, *layers]))
         self.refusal = None
 
-    def _prove(self, attention: AttentionFacts, slices: range, layers: Sequence[torch.Tensor]) -> AttentionPages:
-        """The page plan for these tensors; raises `InvalidRequest` unless every content byte is in it exactly once."""
-        shape = (attention.rank_heads, attention.block_tokens, attention.head_size + attention.head_size_v)
-        for name, layer in zip(attention.layer_names, layers, strict=True):
-            if tuple(layer.shape[1:]) != shape or layer.element_size() != attention.element_bytes:
-                raise InvalidRequest("unknown cache layout", layer=name, expected=shape, seen=tuple(layer.shape[1:]))
-            if layer.stride(3) != 1 or layer.stride(2) != shape[2] or layer.shape[0] != self._facts.num_blocks:
-                raise InvalidRequest("a head's bytes do not stand together", layer=name, stride=layer.stride())
-            if layer.stride() != layers[0].stride():
-                raise InvalidRequest("layers of one group differ in layout", layer=name)
-        head_stride = layers[0].stride(1) * attention.element_bytes
-        plan = AttentionPages(
-            num_layers=len(layers),
-            grid=self._shape.grid,
-            first_head=slices.start * self._shape.grid.heads_per_slice,
-            block_tokens=attention.block_tokens,
-            cell_bytes=attention.cell_bytes,
-            head_stride=head_stride,
-        )
-        content = [(head * head_stride, head * head_stride + attention.cell_bytes) for head in range(shape[0])]
-        prove_tiling(plan, slices, [content] * len(layers))
-        return plan
+    def _open_device(self, where: torch.device, save_bytes: int) -> Device:
+        page_bytes = self._largest_slice_bytes()
+        return open_device(where, ring_bytes=save_bytes, page_bytes_max=page_bytes, num_lanes=self._num_threads)
+
+    def _largest_slice_bytes(self) -> int:
+        slices = [group.slices.slices_of(self._facts.tp_rank, self._facts.tp_size) for group in self._shape.groups]
+        return max(self._page_bytes(group) // len(held) for group, held in zip(self._shape.groups, slices, strict=True))
+
+    def _largest_page_bytes(self) -> int:
+        return max(map(self._page_bytes, self._shape.groups))
+
+    def _page_bytes(self, group: GroupShape) -> int:
+        """One page (or state) of all slices on this rank."""
+        num_blocks = 1 if group.is_state else self._shape.layout.page_tokens // group.facts.block_tokens
+        return group.facts.rank_block_bytes * num_blocks
 
     def start_loads(self, jobs: StepJobs) -> None:
         if self.loader is not None:
             self.loader.load(jobs.loads)
 
     def save(self, jobs: StepJobs) -> None:
+        if self.auditor is not None:
+            self.auditor.look(jobs.audit)
         if self.saver is not None:
             self.saver.save(jobs.saves)
 
     def take_results(self, *, computes: bool = True) -> tuple[set[str], set[str]]:
         """Finished and failed loads.
 
-        In a step that computes nothing the rank waits a moment for a load to end: it would otherwise spin for the next
-        step, in Python, and hold the interpreter's lock against the threads that load.
+        In a step that computes nothing the rank waits a moment for a load to end, or for its saves: it would otherwise
+        spin for the next step, in Python, and hold the interpreter's lock against the threads that do these.
         """
-        if self.loader is None:
+        if self.loader is None or self.saver is None:
             return set(), set()
-        return self.loader.take_results(wait_s=0.0 if computes else _EMPTY_STEP_S)
+        if computes:
+            return self.loader.take_results()
+        if not self.loader.is_loading:
+            self.saver.drain(_EMPTY_STEP_S)
+        return self.loader.take_results(wait_s=_EMPTY_STEP_S)
 
     def take_report(self) -> RankReport | None:
-        return self.saver.take_report() if self.saver is not None else None
+        report = self.saver.take_report() if self.saver is not None else None
+        if self.auditor is not None and (audits_done := self.auditor.take_done()):
+            report = (report or RankReport()).merge(RankReport(audits_done=audits_done))
+        return report
 
     def status(self) -> Mapping[str, Any]:
         """Plain values for people and tests."""
@@ -140,9 +177,10 @@ class WorkerSide:
         """Send what is still on its way, within a bound, then stop. Idempotent."""
         if self.saver is not None:
             self.saver.drain(_DRAIN_S)
+            self.saver.close()
+        if self._memory is not None:
+            self._memory.close()
+        if self._warmer is not None:
+            self._warmer.stop()
+        self._save_pool.close()
         self._pool.close()
-
-
-def rank_page_bytes(attention: AttentionFacts, shape: CacheShape) -> int:
-    """Host bytes of one page of all slices of one rank."""
-    return attention.head_token_bytes * attention.rank_heads * shape.layout.page_tokens

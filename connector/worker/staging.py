@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["BufferPool", "view"]
+from kvstore.runtime.arena import Arena
+from kvstore.runtime.buffers import fresh_buffer
+
+__all__ = ["BufferPool", "RecordMemory", "view"]
+
+_RECORD_BYTES = 96 << 20
+"""A dozen records of some MiB on their way in, and as much on its way out."""
 
 
 class BufferPool:
     """uint8 buffers of a few sizes, at most `limit_bytes` in all. Safe from any thread.
 
     A buffer that somebody may still write to or read from is not put back: `drop` it.
+
+    Args:
+        limit_bytes: Of all buffers.
+        allocate: Makes one of so many bytes; plain memory by default.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._allocate = allocate or _plain_memory
         self._lock = threading.Lock()
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._free_bytes = 0
@@ -38,7 +50,21 @@ class BufferPool:
                 while buffers and self._used_bytes + self._free_bytes > self._limit_bytes:
                     buffers.pop()
                     self._free_bytes -= size
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        try:
+            return self._allocate(num_bytes)
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= num_bytes
+            raise
+
+    def prepare(self, num_bytes: int, total_bytes: int) -> list[torch.Tensor]:
+        """Make buffers of a size before they are asked for; returned so that somebody may warm them."""
+        count = min(total_bytes, self._limit_bytes) // num_bytes
+        made = [self._allocate(num_bytes) for _ in range(count)]
+        with self._lock:
+            self._free[num_bytes] += made
+            self._free_bytes += num_bytes * count
+        return made
 
     def put(self, buffer: torch.Tensor) -> None:
         """Give a buffer back; nobody else may touch it any more."""
@@ -57,7 +83,31 @@ class BufferPool:
         return self._used_bytes
 
 
+class RecordMemory:
+    """Where records stand on their way; a buffer's memory returns when nobody holds it, a connection included.
+
+    `take` is the store's thread's.
+    """
+
+    def __init__(self) -> None:
+        self._arena = Arena.open(_RECORD_BYTES, ahead_bytes=_RECORD_BYTES)
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Writable memory of exactly so many bytes, content undefined; it is warm unless very much is on its way."""
+        buffer = self._arena.take(num_bytes) if self._arena is not None else None
+        return buffer if buffer is not None else fresh_buffer(num_bytes)
+
+    def close(self) -> None:
+        """Idempotent; what was taken lives on."""
+        if self._arena is not None:
+            self._arena.close()
+
+
 def view(buffer: torch.Tensor) -> memoryview:
     """The bytes of a host buffer."""
     array: Any = buffer.numpy()
     return memoryview(array)
+
+
+def _plain_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -9,8 +9,11 @@ from typing import cast
 import typer
 
 import kvstore
+from kvstore.cli.reindex import reindex
 from kvstore.cli.serve import serve
+from kvstore.cli.simulate import simulate
 from kvstore.cli.status import status
+from kvstore.cli.verify import verify
 from kvstore.errors import InvalidRequest, KVStoreError
 
 __all__ = ["app", "main"]
@@ -22,8 +25,11 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 app = typer.Typer(
     name="kvstore", help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True, add_completion=False
 )
+app.command()(reindex)
 app.command()(serve)
+app.command()(simulate)
 app.command()(status)
+app.command()(verify)
 
 
 def _print_version(wanted: bool) -> None:

@@ -72,6 +72,7 @@ class Connection:
         closed: Set when nothing can be asked any more.
         num_running: Requests without answer.
         socket_id: Descriptor and inode.
+        address: What it is connected to.
     """
 
     def __init__(self, options: ClientOptions, role: str) -> None:
@@ -86,6 +87,7 @@ class Connection:
         self._pending: dict[int, _Pending] = {}
         self._greeting: asyncio.Future[messages.Welcome] = asyncio.get_running_loop().create_future()
         self.welcome: messages.Welcome
+        self.address: Address
         self.save_credit: ByteBudget
 
     @classmethod
@@ -99,6 +101,7 @@ class Connection:
         """
         loop = asyncio.get_running_loop()
         self = cls(options, role)
+        self.address = address
         try:
             async with asyncio.timeout(options.hello_timeout_s):
                 if isinstance(address, UnixAddress):

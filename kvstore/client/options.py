@@ -24,6 +24,7 @@ class ClientOptions:
         backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
         backoff_max_s: Also how long healing takes at most after the service is back.
         first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect.
+        shared_memory: Read records where the service keeps them, where it offers that: one copy instead of two.
     """
 
     token: str = ""
@@ -35,6 +36,7 @@ class ClientOptions:
     backoff_s: float = 0.05
     backoff_max_s: float = 0.5
     first_attempt_s: float = 1.0
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_data_connections <= 64:

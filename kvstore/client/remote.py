@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.client.connection import Connection, Silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.pool import Pool
-from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError
+from kvstore.client.sharing import SharedRecords
+from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import Record, read_record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
@@ -36,6 +37,7 @@ class RemoteStore(PageStore):
         self._options = options
         self._namespaces: dict[NamespaceId, NamespaceDescription] = {}
         self._pool = Pool(locate, url, options, self._reopen)
+        self._shared = SharedRecords(options)
         self._closed = False
 
     @property
@@ -103,18 +105,30 @@ class RemoteStore(PageStore):
     ) -> Record:
         """See `PageStore.load`; if cancelled, a buffer from `allocate` is not touched any more."""
         fields = convert.key_fields(key)
+        arena = self._shared.arena
         async with self._data(deadline) as connection:
-            _, payload = await connection.ask(
-                lambda i, ms: messages.Load(i, ms, lease, **fields),
+            answer, payload = await connection.ask(
+                lambda i, ms: messages.Load(i, ms, lease, **fields, arena=arena),
                 messages.Loaded,
                 deadline=deadline,
                 allocate=allocate,
             )
+        if answer.stamp:
+            payload = self._shared.read(arena, answer, allocate)
+            if payload is None:
+                raise Unavailable("the record is no longer there: its lease has ended", key=key)
         if payload is None:
             raise CorruptRecord("the service answered a load without a record", key=key)
         return read_record(payload, key)
 
-    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
         async with self._data(deadline) as connection:
             if record.num_bytes > connection.welcome.max_payload_bytes:
                 limit = connection.welcome.max_payload_bytes
@@ -122,7 +136,7 @@ class RemoteStore(PageStore):
             async with deadline.scope("room for a save"):
                 grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
             answer, _ = await connection.ask(
-                lambda i, ms: messages.Save(i, ms, ack.value),
+                lambda i, ms: messages.Save(i, ms, ack.value, retention.value),
                 messages.Saved,
                 deadline=deadline,
                 payload=record.data,
@@ -190,6 +204,7 @@ class RemoteStore(PageStore):
         deadline = Deadline.after(self._options.hello_timeout_s)
         for description in list(self._namespaces.values()):
             await _open_namespace(connection, description, deadline)
+        await self._shared.follow(connection)
 
 
 async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.codec.base import Buffer, Chain, as_bytes, as_writable_bytes
-from kvstore.codec.planes import Planes2, Planes4
+import numpy as np
+
+from kvstore.codec.base import Buffer, ByteArray, Chain, as_bytes, as_writable_bytes
+from kvstore.codec.planes import Planes, Planes2, Planes4, join_planes, split_planes
 from kvstore.codec.raw import Raw
 from kvstore.codec.zstd import Zstd
 from kvstore.errors import InvalidRequest, UnsupportedFormat
@@ -61,7 +63,7 @@ def max_payload_bytes(decoded_bytes: int) -> int:
     return decoded_bytes
 
 
-def encode(chain: int, source: Buffer, target: bytearray | memoryview) -> Encoded:
+def encode(chain: int, source: Buffer, target: bytearray | memoryview, *, plane_width: int = 1) -> Encoded:
     """Write the payload of `source` to the start of `target`, without a further copy of it.
 
     The same source makes the same payload within one release; what is decoded is equal in all.
@@ -72,9 +74,11 @@ def encode(chain: int, source: Buffer, target: bytearray | memoryview) -> Encode
             for `RAW`: seal them there.
         target: Writable, contiguous, at least `max_payload_bytes(len(source))` long, not overlapping `source`.
             Bytes behind the payload are undefined afterwards.
+        plane_width: 1: `source` is the canonical bytes. More: a device has split them into the byte planes of elements
+            of so many bytes, highest plane first. The payload is the same.
 
     Raises:
-        InvalidRequest: Unknown chain, or the target is too small or read-only.
+        InvalidRequest: Unknown chain, the target is too small or read-only, or `source` cannot be planes of that width.
     """
     if chain not in CHAINS:
         raise InvalidRequest(f"codec chain must be one of {sorted(CHAINS)}", chain=chain)
@@ -85,14 +89,31 @@ def encode(chain: int, source: Buffer, target: bytearray | memoryview) -> Encode
             expected=max_payload_bytes(source_bytes.size),
             seen=target_bytes.size,
         )
+    target_bytes = target_bytes[: source_bytes.size]
+    if plane_width > 1:
+        return _encode_planes(chain, _whole(source_bytes, plane_width), target_bytes, plane_width)
     for candidate in (chain, RAW):
-        payload_bytes = CHAINS[candidate].encode(source_bytes, target_bytes[: source_bytes.size])
+        payload_bytes = CHAINS[candidate].encode(source_bytes, target_bytes)
         if payload_bytes is not None:
             return Encoded(candidate, payload_bytes)
     raise AssertionError("the raw chain takes everything")
 
 
-def decode_into(chain: int, payload: Buffer, target: bytearray | memoryview) -> None:
+def _encode_planes(chain: int, planes: ByteArray, target: ByteArray, width: int) -> Encoded:
+    known = CHAINS[chain]
+    if isinstance(known, Planes) and known.width == width:
+        payload_bytes = known.encode_planes(planes, target)
+        if payload_bytes is not None:
+            return Encoded(chain, payload_bytes)
+    elif chain != RAW:
+        canonical = np.empty_like(planes)
+        join_planes(planes, width, canonical)
+        return encode(chain, canonical.data, target.data)
+    join_planes(planes, width, target)
+    return Encoded(RAW, planes.size)
+
+
+def decode_into(chain: int, payload: Buffer, target: bytearray | memoryview, *, plane_width: int = 1) -> None:
     """Write the canonical bytes of `payload` to `target`, all of it, without a copy in between.
 
     Allocates at most the size of `target` (a plane's scratch, kept per thread), whatever the payload says of itself.
@@ -102,13 +123,29 @@ def decode_into(chain: int, payload: Buffer, target: bytearray | memoryview) -> 
         chain: `codec_chain` of the record's header.
         payload: The stored payload, verified.
         target: Writable, contiguous, exactly the decoded size.
+        plane_width: 1: write the canonical bytes. More: leave them as the byte planes of elements of so many bytes,
+            highest plane first, for a device that joins them.
 
     Raises:
         CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.
         UnsupportedFormat: A chain this release does not know.
-        InvalidRequest: `target` is read-only or not contiguous.
+        InvalidRequest: `target` is read-only or not contiguous, or cannot be planes of that width.
     """
     known = CHAINS.get(chain)
     if known is None:
         raise UnsupportedFormat("payload has an unknown codec chain", expected=sorted(CHAINS), seen=chain)
-    known.decode_into(as_bytes(payload), as_writable_bytes(target))
+    payload_bytes, target_bytes = as_bytes(payload), as_writable_bytes(target)
+    if plane_width == 1:
+        known.decode_into(payload_bytes, target_bytes)
+    elif isinstance(known, Planes) and known.width == plane_width:
+        known.decode_planes_into(payload_bytes, _whole(target_bytes, plane_width))
+    else:
+        canonical = np.empty_like(_whole(target_bytes, plane_width))
+        known.decode_into(payload_bytes, canonical)
+        split_planes(canonical, plane_width, target_bytes)
+
+
+def _whole(data: ByteArray, width: int) -> ByteArray:
+    if width not in (2, 4, 8) or data.size % width:
+        raise InvalidRequest("these bytes are not elements of that width", num_bytes=data.size, width=width)
+    return data

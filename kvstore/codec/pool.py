@@ -38,6 +38,10 @@ class CodecPool:
     """At most `limit_bytes` of jobs at a time, first come first served. Safe from any thread.
 
     Jobs run truly in parallel as long as they stay in numpy, zstandard and xxhash, which release the GIL (`zstd.py`).
+
+    Args:
+        num_threads: At most so many jobs at a time.
+        limit_bytes: Of all jobs together.
     """
 
     def __init__(self, *, num_threads: int, limit_bytes: int) -> None:

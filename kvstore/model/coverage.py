@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.spans import cell_of
 
-__all__ = ["MAX_POINTS", "NeededRecord", "longest_resumable", "records_to_resume"]
+__all__ = ["MAX_POINTS", "NeededRecord", "ends_to_resume", "longest_resumable", "records_to_resume"]
 
 MAX_POINTS = 1 << 20
 """Most cells, and most resume points, that one prompt may have: bounds a hostile question to about a second."""
@@ -69,15 +71,13 @@ def longest_resumable(
 
     Runs in time linear in boundaries x groups, plus one step for each candidate.
     """
-    _check(boundary_tokens, groups_present, layout.page_tokens)
+    table = _Table(layout, boundary_tokens, groups_present)
     if step_tokens <= 0:
         raise InvalidRequest("step_tokens must be positive", step_tokens=step_tokens)
     readers = [
-        _StateReader(boundary_tokens, groups_present, index)
+        _StateReader(table.ends(index))
         if group.is_state
-        else _PageReader(
-            group, layout.page_tokens, boundary_tokens, groups_present, index=index, local_tokens=local_tokens
-        )
+        else _PageReader(group, table.ends(index), table, local_tokens=local_tokens)
         for index, group in enumerate(layout.groups)
     ]
     furthest = min((boundary_tokens[-1] if boundary_tokens else 0), cap_tokens)
@@ -106,50 +106,91 @@ def records_to_resume(
 
     At or below `local_tokens` there is nothing to read.
     """
-    _check(boundary_tokens, groups_present, layout.page_tokens)
+    ends = ends_to_resume(
+        layout, boundary_tokens, groups_present, resume_tokens=resume_tokens, local_tokens=local_tokens
+    )
+    return tuple(sorted(NeededRecord(tokens, group) for group, chosen in enumerate(ends) for tokens in chosen))
+
+
+def ends_to_resume(
+    layout: Layout,
+    boundary_tokens: Sequence[int],
+    groups_present: Sequence[int],
+    *,
+    resume_tokens: int,
+    local_tokens: int,
+) -> list[list[int]]:
+    """As `records_to_resume`: for each group the boundaries of the records to read, ascending."""
+    table = _Table(layout, boundary_tokens, groups_present)
     if resume_tokens <= local_tokens:
-        return ()
+        return [[] for _ in layout.groups]
     if resume_tokens > (boundary_tokens[-1] if boundary_tokens else 0):
         raise InvalidRequest("the resume point is beyond the last boundary", resume_tokens=resume_tokens)
-    needed: list[NeededRecord] = []
+    needed: list[list[int]] = []
     for index, group in enumerate(layout.groups):
-        ends = _ends(boundary_tokens, groups_present, index)
+        ends = table.ends(index)
         start = group.kind.needed_from(resume_tokens)
         if start is None:
-            chosen = [resume_tokens if resume_tokens in ends else None]
+            chosen: list[int | None] = [resume_tokens if resume_tokens in ends else None]
         elif (start := max(start, local_tokens)) < resume_tokens:
             covers = _covers(ends, layout.page_tokens, resume_tokens)
             last = cell_of(resume_tokens, layout.page_tokens)
             chosen = [covers.get(cell) for cell in range(start // layout.page_tokens, last + 1)]
         else:
             chosen = []
-        for tokens in chosen:
-            if tokens is None:
-                raise InvalidRequest("the resume point is not usable", resume_tokens=resume_tokens, group=index)
-            needed.append(NeededRecord(tokens, index))
-    return tuple(sorted(needed))
+        found = [tokens for tokens in chosen if tokens is not None]
+        if len(found) < len(chosen):
+            raise InvalidRequest("the resume point is not usable", resume_tokens=resume_tokens, group=index)
+        needed.append(found)
+    return needed
 
 
-def _ends(boundary_tokens: Sequence[int], groups_present: Sequence[int], group: int) -> list[int]:
-    """The boundaries, ascending, at which a group's record ends."""
-    return [tokens for tokens, bits in zip(boundary_tokens, groups_present, strict=True) if bits >> group & 1]
+class _Table:
+    """Boundaries and what is present there, checked, as arrays: a prompt may have many thousands.
+
+    Attributes:
+        page_tokens: Of the layout.
+        num_cells: Cells that the boundaries reach into.
+    """
+
+    def __init__(self, layout: Layout, boundary_tokens: Sequence[int], groups_present: Sequence[int]) -> None:
+        self.page_tokens = layout.page_tokens
+        if len(boundary_tokens) != len(groups_present):
+            raise InvalidRequest(
+                "each boundary needs its presence", seen=len(groups_present), expected=len(boundary_tokens)
+            )
+        last = boundary_tokens[-1] if boundary_tokens else 0
+        if last > 0 and cell_of(last, self.page_tokens) >= MAX_POINTS:
+            raise InvalidRequest(f"a prompt has at most {MAX_POINTS} cells", tokens=last)
+        try:
+            self._tokens = np.asarray(boundary_tokens, dtype=np.int64)
+        except OverflowError as error:  # beyond the last one, so they do not ascend
+            raise InvalidRequest("boundaries must ascend from above zero") from error
+        if (last and (self._tokens[0] <= 0 or not (self._tokens[1:] > self._tokens[:-1]).all())) or last < 0:
+            raise InvalidRequest("boundaries must ascend from above zero")
+        self.num_cells = cell_of(last, self.page_tokens) + 1 if last else 0
+        # bits of more groups than a machine word has stay Python's
+        self._present = np.asarray(groups_present, dtype=np.int64 if len(layout.groups) < 63 else object)
+
+    def ends(self, group: int) -> npt.NDArray[np.int64]:
+        """The boundaries, ascending, at which a group's record ends."""
+        ends: npt.NDArray[np.int64] = self._tokens[(self._present >> group & 1).astype(bool)]
+        return ends
 
 
-def _covers(ends: Sequence[int], page_tokens: int, resume_tokens: int) -> dict[int, int]:
+def _covers(ends: npt.NDArray[np.int64], page_tokens: int, resume_tokens: int) -> dict[int, int]:
     """For each cell the nearest of `ends` that reaches the cell's end or `resume_tokens`."""
-    covers: dict[int, int] = {}
-    for tokens in ends:
-        cell = cell_of(tokens, page_tokens)
-        if tokens >= min(resume_tokens, (cell + 1) * page_tokens):
-            covers.setdefault(cell, tokens)
-    return covers
+    cells = (ends - 1) // page_tokens
+    reaches = ends >= np.minimum(resume_tokens, (cells + 1) * page_tokens)
+    # of several in one cell the first stays
+    return dict(zip(cells[reaches][::-1].tolist(), ends[reaches][::-1].tolist(), strict=True))
 
 
 class _StateReader:
     """Usable where there is a state."""
 
-    def __init__(self, boundary_tokens: Sequence[int], groups_present: Sequence[int], group: int) -> None:
-        self._states = set(_ends(boundary_tokens, groups_present, group))
+    def __init__(self, ends: npt.NDArray[np.int64]) -> None:
+        self._states = set(ends.tolist())
 
     def usable(self, resume_tokens: int) -> bool:
         return resume_tokens in self._states
@@ -158,28 +199,18 @@ class _StateReader:
 class _PageReader:
     """Usable where the cells from the kind's first needed token on are covered."""
 
-    def __init__(
-        self,
-        group: GroupLayout,
-        page_tokens: int,
-        boundary_tokens: Sequence[int],
-        groups_present: Sequence[int],
-        *,
-        index: int,
-        local_tokens: int,
-    ) -> None:
+    def __init__(self, group: GroupLayout, ends: npt.NDArray[np.int64], table: _Table, *, local_tokens: int) -> None:
         self._kind = group.kind
-        self._page_tokens = page_tokens
+        self._page_tokens = table.page_tokens
         self._local_tokens = local_tokens
-        num_cells = cell_of(boundary_tokens[-1], page_tokens) + 1 if boundary_tokens else 0
-        self._reach = [0] * num_cells  # furthest boundary with a record in each cell, 0 for none
-        for tokens in _ends(boundary_tokens, groups_present, index):
-            self._reach[cell_of(tokens, page_tokens)] = tokens
+        cells = np.arange(1, table.num_cells + 1)
+        # furthest boundary with a record in each cell, 0 for none: the last of several stays
+        reach = np.zeros(table.num_cells, dtype=np.int64)
+        reach[(ends - 1) // table.page_tokens] = ends
+        self._reach: list[int] = reach.tolist()
         # first cell of the unbroken run of full pages that ends before each cell
-        self._run_start = [0] * (num_cells + 1)
-        for cell in range(num_cells):
-            whole = self._reach[cell] == (cell + 1) * page_tokens
-            self._run_start[cell + 1] = self._run_start[cell] if whole else cell + 1
+        whole = reach == cells * table.page_tokens
+        self._run_start: list[int] = [0, *np.maximum.accumulate(np.where(whole, 0, cells)).tolist()]
 
     def usable(self, resume_tokens: int) -> bool:
         needed_from = self._kind.needed_from(resume_tokens)
@@ -189,14 +220,3 @@ class _PageReader:
             return True
         last = cell_of(resume_tokens, self._page_tokens)
         return self._reach[last] >= resume_tokens and self._run_start[last] <= start // self._page_tokens
-
-
-def _check(boundary_tokens: Sequence[int], groups_present: Sequence[int], page_tokens: int) -> None:
-    if len(boundary_tokens) != len(groups_present):
-        raise InvalidRequest(
-            "each boundary needs its presence", seen=len(groups_present), expected=len(boundary_tokens)
-        )
-    if any(later <= earlier for earlier, later in pairwise((0, *boundary_tokens))):
-        raise InvalidRequest("boundaries must ascend from above zero")
-    if boundary_tokens and cell_of(boundary_tokens[-1], page_tokens) >= MAX_POINTS:
-        raise InvalidRequest(f"a prompt has at most {MAX_POINTS} cells", tokens=boundary_tokens[-1])

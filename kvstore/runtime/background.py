@@ -13,6 +13,8 @@ __all__ = ["Background"]
 
 _log = logging.getLogger(__name__)
 
+_CANCEL_AGAIN_S = 5.0
+
 
 class Background:
     """A set of named tasks that end with their owner.
@@ -67,6 +69,9 @@ class Background:
         """
         self._closed = True
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            # again after a while: a library may have swallowed it (`asyncio.wait_for` does, before Python 3.12)
+            _, left = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+            tasks = list(left)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 
 __all__ = ["Meters"]
+
+_KEPT_OBSERVATIONS = 1000
 
 
 class Meters:
@@ -14,6 +16,7 @@ class Meters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[str, float] = defaultdict(float)
+        self._observations: dict[str, deque[float]] = {}
 
     @staticmethod
     def _key(name: str, labels: dict[str, str]) -> str:
@@ -31,6 +34,24 @@ class Meters:
         """Set a gauge."""
         with self._lock:
             self._values[self._key(name, labels)] = value
+
+    def observe(self, name: str, value: float) -> None:
+        """Add one value to a distribution: counters `<name>_count` and `<name>_sum`, and the value itself.
+
+        Of each name the last 1,000 values wait for `take_observations`, so that nobody has to take them.
+        """
+        with self._lock:
+            self._values[f"{name}_count"] += 1
+            self._values[f"{name}_sum"] += value
+            self._observations.setdefault(name, deque(maxlen=_KEPT_OBSERVATIONS)).append(value)
+
+    def take_observations(self) -> dict[str, list[float]]:
+        """The values observed since the last call, by name, in order. For one reader."""
+        if not self._observations:
+            return {}
+        with self._lock:
+            taken, self._observations = self._observations, {}
+        return {name: list(values) for name, values in taken.items()}
 
     def get(self, name: str, **labels: str) -> float:
         """The current value; zero for what was never touched."""

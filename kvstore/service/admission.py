@@ -1,4 +1,4 @@
-"""Who may talk to this service: on a Unix socket its own user and root, on TCP whoever knows the token."""
+"""Who may talk to this service, and as whom: by the token that a peer shows, on a Unix socket also by its user."""
 
 from __future__ import annotations
 
@@ -8,35 +8,49 @@ import socket
 import struct
 
 from kvstore.errors import InvalidRequest
+from kvstore.service.credentials import Credentials
 from kvstore.wire.protocol import FrameConnection
 
-__all__ = ["PeerAdmission"]
+__all__ = ["NO_TENANT", "PeerAdmission"]
 
-_CREDENTIALS = struct.Struct("3i")
+NO_TENANT = ""
+"""The tenant of peers that are admitted without a credential of their own."""
+
+_PEER_CREDENTIALS = struct.Struct("3i")
 
 
 class PeerAdmission:
     """Checks a peer once, at its hello.
 
     Args:
-        token: What TCP peers must show; empty admits every TCP peer.
+        token: Admits a TCP peer without making it a tenant.
+        credentials: Tokens that are tenants. With neither a token nor credentials every TCP peer is admitted.
     """
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = "", credentials: Credentials | None = None) -> None:
         self._token = token.encode()
+        self._credentials = credentials or Credentials()
 
-    def check(self, connection: FrameConnection, token: str) -> None:
-        """Pass, or raise.
+    def check(self, connection: FrameConnection, token: str) -> str:
+        """The peer's tenant.
 
         Raises:
-            InvalidRequest: Another user's process on the Unix socket, or a wrong token on TCP.
+            InvalidRequest: Another user's process on the Unix socket, or a token that nobody has; on TCP also none.
         """
         sock = connection.extra("socket")
-        if getattr(sock, "family", None) == socket.AF_UNIX:
-            _, user, _ = _CREDENTIALS.unpack(
-                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)  # type: ignore[attr-defined]
+        is_local = getattr(sock, "family", None) == socket.AF_UNIX
+        if is_local:
+            _, user, _ = _PEER_CREDENTIALS.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)  # type: ignore[attr-defined]
             )
             if user not in (0, os.geteuid()):
                 raise InvalidRequest("this Unix socket serves its own user only", expected=os.geteuid(), seen=user)
-        elif self._token and not hmac.compare_digest(self._token, token.encode()):
-            raise InvalidRequest("the token is wrong: name the service's token in token_file", field="token")
+        if token and (tenant := self._credentials.tenant_of(token)) is not None:
+            return tenant
+        if self._token and hmac.compare_digest(self._token, token.encode()):
+            return NO_TENANT
+        if not token and is_local:
+            return NO_TENANT
+        if not self._credentials and (is_local or not self._token):
+            return NO_TENANT  # nobody was asked for a token
+        raise InvalidRequest("the token is wrong: name a token of this service in token_file", field="token")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvstore.api import Ack, LeaseId, PageStore, Progress
+from kvstore.api import Ack, LeaseId, PageStore, Progress, Retention
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
 from kvstore.format.record import read_record
+from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
@@ -21,16 +22,26 @@ class Answers:
     Args:
         store: Where pages are.
         describe: The service's own part of `status`.
+
+    A namespace belongs to the tenant that opened it; for every other tenant it does not exist, whoever knows its id.
     """
 
     def __init__(self, store: PageStore, describe: Callable[[], Mapping[str, object]]) -> None:
         self.store = store
         self._describe = describe
+        self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
 
     async def answer(
-        self, request: Request, payload: memoryview | None, deadline: Deadline, progress: Progress
+        self, request: Request, payload: memoryview | None, deadline: Deadline, progress: Progress, *, tenant: str
     ) -> Reply:
         """The reply to any request but `Load`.
+
+        Args:
+            request: What is asked.
+            payload: A save's record.
+            deadline: When the store gives up.
+            progress: Told of bytes that a stage has received.
+            tenant: Who asks, as the session verified.
 
         Raises:
             KVStoreError: Whatever the store raised; the session tells the client.
@@ -38,23 +49,29 @@ class Answers:
         match request:
             case messages.Stage():  # before Lookup, which it extends
                 query = convert.parse_query(request)
+                self._check_owner(tenant, query.namespace)
                 staged = await self.store.stage(query, deadline=deadline, progress=progress)
                 return convert.staged_reply(request.id, staged)
             case messages.Lookup():
-                lookup = await self.store.lookup(convert.parse_query(request), deadline=deadline)
+                query = convert.parse_query(request)
+                self._check_owner(tenant, query.namespace)
+                lookup = await self.store.lookup(query, deadline=deadline)
                 return convert.lookup_reply(request.id, lookup)
             case messages.Save():
-                return await self._save(request, payload, deadline)
+                return await self._save(request, payload, deadline, tenant)
             case messages.Renew():
                 alive = await self.store.renew(LeaseId(request.lease), deadline=deadline)
                 return messages.Renewed(request.id, alive)
             case messages.OpenNamespace():
-                # the tenant is never taken from the description: nobody is verified as one yet, so it is the empty one
-                description = NamespaceDescription.from_canonical(request.description)
+                # the tenant comes from the session's credential, never from the description
+                description = NamespaceDescription.from_canonical(request.description, tenant)
                 namespace = await self.store.open_namespace(description, deadline=deadline)
+                self._tenants[namespace] = tenant
                 return messages.NamespaceOpened(request.id, namespace)
             case messages.Discard():
-                await self.store.discard(convert.parse_key(request), request.reason[:512], deadline=deadline)
+                key = convert.parse_key(request)
+                self._check_owner(tenant, key.namespace)
+                await self.store.discard(key, request.reason[:512], deadline=deadline)
                 return messages.Discarded(request.id)
             case messages.Status():
                 values = dict(await self.store.status(deadline=deadline))
@@ -62,13 +79,23 @@ class Answers:
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 
-    async def load(self, request: messages.Load, deadline: Deadline) -> tuple[messages.Loaded, memoryview]:
-        """The reply to a `Load`, and the record as its payload."""
+    async def load(
+        self, request: messages.Load, deadline: Deadline, *, tenant: str
+    ) -> tuple[messages.Loaded, memoryview | None]:
+        """The reply to a `Load`, and the record as its payload unless the peer can read it where it stands."""
         key = convert.parse_key(request)
+        self._check_owner(tenant, key.namespace)
         record = await self.store.load(LeaseId(request.lease), key, deadline=deadline)
+        arena = self.store.arena
+        if arena is not None and request.arena == arena.id and (place := arena.place(record.data)) is not None:
+            return messages.Loaded(request.id, place.offset, place.num_bytes, place.stamp), None
         return messages.Loaded(request.id), record.data
 
-    async def _save(self, request: messages.Save, payload: memoryview | None, deadline: Deadline) -> Reply:
+    def _check_owner(self, tenant: str, namespace: NamespaceId) -> None:
+        if self._tenants.get(namespace) != tenant:  # the same words whether it is unknown or somebody else's
+            raise InvalidRequest("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
+
+    async def _save(self, request: messages.Save, payload: memoryview | None, deadline: Deadline, tenant: str) -> Reply:
         if payload is None:
             raise CorruptRecord("a save carries no record")
         try:
@@ -76,5 +103,9 @@ class Answers:
         except ValueError as error:
             expected = [level.value for level in Ack]
             raise InvalidRequest("unknown level", field="save.ack", expected=expected, seen=request.ack) from error
-        outcome = await self.store.save(read_record(payload), ack=ack, deadline=deadline)
+        record = read_record(payload)
+        self._check_owner(tenant, record.key.namespace)
+        # a hint: one that this release does not know does not cost the record
+        retention = Retention.SHORT if request.retention == Retention.SHORT.value else Retention.NORMAL
+        outcome = await self.store.save(record, ack=ack, retention=retention, deadline=deadline)
         return messages.Saved(request.id, outcome.value)

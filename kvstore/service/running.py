@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 import uvloop
 
 from kvstore.api import PageStore
+from kvstore.service.credentials import Credentials
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.wire.address import Address
@@ -27,6 +28,7 @@ async def serve_until_told(
     *,
     limits: ServiceLimits | None = None,
     token: str = "",
+    credentials: Credentials | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
 ) -> None:
@@ -37,6 +39,7 @@ async def serve_until_told(
         addresses: Where to listen.
         limits: What peers can make the service hold.
         token: Asked of TCP peers, unless empty.
+        credentials: Tokens that make their peers tenants.
         idle_exit_s: `None`: never ends by itself.
         on_ready: Called when all addresses accept.
 
@@ -48,7 +51,7 @@ async def serve_until_told(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with store as opened:
-        server = Server(opened, limits, token)
+        server = Server(opened, limits, token, credentials)
         try:
             await server.listen(addresses)
             if on_ready is not None:
@@ -75,10 +78,19 @@ def run_service(
     *,
     limits: ServiceLimits | None = None,
     token: str = "",
+    credentials: Credentials | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
 ) -> None:
     """`serve_until_told` on a loop of its own."""
     uvloop.run(
-        serve_until_told(store, addresses, limits=limits, token=token, idle_exit_s=idle_exit_s, on_ready=on_ready)
+        serve_until_told(
+            store,
+            addresses,
+            limits=limits,
+            token=token,
+            credentials=credentials,
+            idle_exit_s=idle_exit_s,
+            on_ready=on_ready,
+        )
     )

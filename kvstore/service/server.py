@@ -15,6 +15,7 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admission import PeerAdmission
 from kvstore.service.answers import Answers
+from kvstore.service.credentials import Credentials
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.listener import Listener
 from kvstore.service.session import Session
@@ -33,13 +34,20 @@ class Server:
         store: Stays the caller's: it is not closed here.
         limits: What peers can make it hold.
         token: Asked of TCP peers, unless empty.
+        credentials: Tokens that make their peers tenants.
     """
 
-    def __init__(self, store: PageStore, limits: ServiceLimits | None = None, token: str = "") -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        limits: ServiceLimits | None = None,
+        token: str = "",
+        credentials: Credentials | None = None,
+    ) -> None:
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
         self._answers = Answers(store, self.describe)
-        self._admission = PeerAdmission(token)
+        self._admission = PeerAdmission(token, credentials)
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._sessions: set[Session] = set()
         self._closing = Background("server")

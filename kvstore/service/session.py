@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Protocol
 
 import kvstore
 from kvstore.api import LeaseId, Progress
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
 from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import ServiceLimits
@@ -33,8 +35,8 @@ _SAVES_LINGER_S = 10.0
 class Admission(Protocol):
     """Decides whether a peer may talk to this service."""
 
-    def check(self, connection: FrameConnection, token: str) -> None:
-        """Raises `InvalidRequest` for a peer that may not."""
+    def check(self, connection: FrameConnection, token: str) -> str:
+        """The peer's tenant; raises `InvalidRequest` for a peer that may not."""
         ...
 
 
@@ -63,6 +65,7 @@ class Session:
         self.connection = FrameConnection(self, limits.max_payload_bytes)
         self.client = ""
         self.role = ""
+        self.tenant = ""
         self.leases: set[LeaseId] = set()
         self._greeted = False
         self._answers = answers
@@ -89,14 +92,14 @@ class Session:
         if not self._greeted or not isinstance(message, messages.Save):
             raise InvalidRequest("this message carries no payload", type=message.type, payload_bytes=payload_bytes)
         if self._incoming.begin(payload_bytes):
-            return fresh_buffer(payload_bytes)
+            return self._answers.store.buffer(payload_bytes)
         self._tasks.spawn(self._wait_for_room(payload_bytes, _deadline(message)), "room")
         return LATER
 
     async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
         """Backpressure: nothing more is read from this peer until there is room or its save is too late anyway."""
         has_room = await self._incoming.wait(payload_bytes, deadline)
-        self.connection.provide(fresh_buffer(payload_bytes) if has_room else None)
+        self.connection.provide(self._answers.store.buffer(payload_bytes) if has_room else None)
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
         """Start the answer to a message."""
@@ -132,7 +135,7 @@ class Session:
             raise InvalidRequest("the first message must be a hello", type=message.type)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        self._admission.check(self.connection, message.token)
+        self.tenant = self._admission.check(self.connection, message.token)
         self._greeting.cancel()
         self._greeted, self.client, self.role = True, message.client[:128], message.role[:16]
         self.connection.post(
@@ -142,6 +145,7 @@ class Session:
                 max_payload_bytes=self._limits.max_payload_bytes,
                 save_credit_bytes=self._limits.save_credit_bytes,
                 max_requests=self._limits.max_requests,
+                arena=arena.id if (arena := self._shared_arena()) is not None else b"",
             )
         )
 
@@ -181,7 +185,12 @@ class Session:
                 if isinstance(request, messages.Load):
                     await self._serve_load(request, deadline)
                     return
-                reply = await self._answers.answer(request, payload, deadline, self._progress_of(request))
+                if isinstance(request, messages.ShareArena):
+                    await self._share_arena(request)
+                    return
+                reply = await self._answers.answer(
+                    request, payload, deadline, self._progress_of(request), tenant=self.tenant
+                )
         except KVStoreError as error:
             reply = messages.error_of(request.id, error)
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
@@ -200,8 +209,20 @@ class Session:
 
     async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
         async with self._load_turns:
-            reply, data = await self._answers.load(request, deadline)
+            reply, data = await self._answers.load(request, deadline, tenant=self.tenant)
             await self._send(reply, data)
+
+    def _shared_arena(self) -> Arena | None:
+        """What this peer may map: all tenants' records stand there, so only our own user's process without tenant."""
+        is_local = getattr(self.connection.extra("socket"), "family", None) == socket.AF_UNIX
+        return self._answers.store.arena if is_local and self.tenant == NO_TENANT else None
+
+    async def _share_arena(self, request: messages.ShareArena) -> None:
+        arena = self._shared_arena()
+        if arena is None:
+            raise Unavailable("no memory is shared on this connection")
+        reply = messages.ArenaShared(request.id, arena.id, arena.capacity_bytes)
+        await self.connection.send_descriptor(reply, arena.descriptor)
 
     async def _send(self, reply: Message, payload: memoryview | None = None) -> None:
         try:

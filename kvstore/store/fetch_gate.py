@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvstore.runtime.clock import Clock
+from kvstore.runtime.turns import Turns
 
 __all__ = ["FetchGate", "next_window"]
 
@@ -29,42 +28,24 @@ class FetchGate:
     """Lets a changing number of reads run, first come first served."""
 
     def __init__(self, clock: Clock, *, quick_s: float, limit: int) -> None:
-        self.window = min(4, limit)
-        self.num_running = 0
+        self._turns = Turns(min(4, limit))
         self._clock = clock
         self._quick_s = quick_s
         self._limit = limit
-        self._waiters: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Run a block as one of the reads. If cancelled while waiting, the place in the queue is given up."""
-        if self.num_running >= self.window or self._waiters:
-            await self._wait()
-        else:
-            self.num_running += 1
-        started_s = self._clock.monotonic_s()
-        try:
-            yield
-        finally:
-            took_s = self._clock.monotonic_s() - started_s
-            self.window = next_window(self.window, took_s, quick_s=self._quick_s, limit=self._limit)
-            self._leave()
+        async with self._turns.turn():
+            started_s = self._clock.monotonic_s()
+            try:
+                yield
+            finally:
+                took_s = self._clock.monotonic_s() - started_s
+                window = self._turns.limit
+                self._turns.limit = next_window(window, took_s, quick_s=self._quick_s, limit=self._limit)
 
-    async def _wait(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(turn)
-        try:
-            await turn  # whoever sets it has counted us as running
-        except BaseException:
-            if turn.done() and not turn.cancelled():
-                self._leave()
-            raise
-
-    def _leave(self) -> None:
-        self.num_running -= 1
-        while self._waiters and self.num_running < self.window:
-            turn = self._waiters.popleft()
-            if not turn.done():
-                self.num_running += 1
-                turn.set_result(None)
+    @property
+    def num_running(self) -> int:
+        """Reads under way."""
+        return self._turns.num_running

@@ -26,10 +26,14 @@ class StoreLimits:
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
         write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
         write_back_in_flight: Records that are written to one tier at a time.
-        write_back_attempts: After so many failures a record is dropped from the queue, counted.
+        pending_bytes: Bytes of records that are pending over all services; beyond, records that are not on their way
+            yet are dropped, counted: the hot tier must keep each until the cold tier has it.
+        finish_bytes_in_flight: Bytes of others' write-backs that are being finished at a time.
+        write_back_attempts: After so many failures a record waits until others were written; if it then fails so often
+            again, it is dropped, counted. An outage, where nothing is written, drops nothing.
         write_back_timeout_s: One write of one record gives up after this.
         backoff_s_min: Pause after the first failure of a tier; it doubles with each further one.
-        backoff_s_max: The longest pause.
+        backoff_s_max: The longest pause; so long after its return a tier is written to again at the latest.
         drain_timeout_s: `aclose` gives the write-back this long.
         cold_probes: Heads per round of questions to the cold tier. Fewer cost less and take more rounds.
         absent_s: A record that turned out to be missing is not asked for again for so long.
@@ -46,10 +50,12 @@ class StoreLimits:
     save_bytes_in_flight: int = 256 * _MIB
     write_back_bytes: int = 256 * _MIB
     write_back_in_flight: int = 4
+    pending_bytes: int = 8192 * _MIB
+    finish_bytes_in_flight: int = 16 * _MIB
     write_back_attempts: int = 8
     write_back_timeout_s: float = 30.0
     backoff_s_min: float = 0.1
-    backoff_s_max: float = 30.0
+    backoff_s_max: float = 2.0
     drain_timeout_s: float = 5.0
     cold_probes: int = 16
     absent_s: float = 60.0

@@ -18,6 +18,7 @@ from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.spans import cell_of
+from kvstore.store.slices import Probe, SliceMap, groups_present
 
 __all__ = [
     "Presence",
@@ -31,12 +32,6 @@ __all__ = [
     "page_probes",
     "spread",
 ]
-
-Probe = tuple[int, int]
-"""Index of a boundary in the query, index of a group in the layout."""
-
-SliceMap = dict[Probe, int]
-"""For each probe a bit per slice that is there."""
 
 
 @dataclass(slots=True)
@@ -77,19 +72,19 @@ class Presence:
 
     def groups_present(self) -> list[int]:
         """For each boundary a bit per group all of whose slices are somewhere."""
-        bits = [0] * len(self.query.boundaries)
-        for probe in self.memory.keys() | self.hot.keys() | self.cold.keys():
-            if self.complete(probe):
-                bits[probe[0]] |= 1 << probe[1]
-        return bits
+        return groups_present(self.layout, len(self.query.boundaries), (self.memory, self.hot, self.cold))
 
-    def resume_tokens(self) -> int:
-        """The longest resume point that looks usable, or the local tokens."""
+    def resume_tokens(self, bits: Sequence[int] | None = None) -> int:
+        """The longest resume point that looks usable, or the local tokens.
+
+        Args:
+            bits: `groups_present`, where the caller has it.
+        """
         query = self.query
         return longest_resumable(
             self.layout,
             [boundary.tokens for boundary in query.boundaries],
-            self.groups_present(),
+            self.groups_present() if bits is None else bits,
             local_tokens=query.local_tokens,
             cap_tokens=query.cap_tokens,
             step_tokens=query.step_tokens,

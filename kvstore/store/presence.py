@@ -13,6 +13,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.absent import AbsentKeys
+from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.placement import (
     Presence,
     Probe,
@@ -60,6 +61,10 @@ class PresenceFinder:
     Memory answers first and costs nothing. The hot and the cold tier are then asked at the same time for what memory
     lacks: one batch of heads for the pages, one for the tails and states that still matter. A tier that is down, slow
     or closed is skipped and counted.
+
+    With a catalog, it is asked instead of them, for all boundaries at once. What it has is believed (`stage` finds
+    out); what it lacks as well, once it knows of everything that is stored. When it does not answer, the tiers are
+    asked.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class PresenceFinder:
         meters: Meters,
         *,
         cold_probes: int,
+        catalog: CatalogLookup | None = None,
     ) -> None:
         self._memory = memory
         self._hot = hot
@@ -78,12 +84,19 @@ class PresenceFinder:
         self._absent = absent
         self._meters = meters
         self._cold_probes = cold_probes
+        self._catalog = catalog
 
     async def find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Return what is known when all tiers have answered, or at the deadline what is known then. Never raises
         `Unavailable`.
         """
         presence = Presence(layout, query)
+        if self._catalog is not None:
+            held = self._memory.prefixes()
+            at = [index for index, boundary in enumerate(query.boundaries) if boundary.prefix in held]
+            self._look_in_memory(presence, [(index, group) for index in at for group in range(len(layout.groups))])
+            if await self._catalog.fill(presence, deadline, hot=self._hot is not None, cold=self._cold is not None):
+                return presence
         pages = page_probes(layout, query)
         self._look_in_memory(presence, pages)
         inner = inner_probes(layout, query, presence.complete)

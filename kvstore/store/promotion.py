@@ -15,7 +15,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -289,7 +288,7 @@ class Promotion:
     def _allocator(self, key: RecordKey) -> Callable[[int], memoryview]:
         def allocate(num_bytes: int) -> memoryview:
             self._note_bytes(key)  # the record's bytes begin to arrive
-            return fresh_buffer(num_bytes)
+            return self._memory.buffer(num_bytes)
 
         return allocate
 

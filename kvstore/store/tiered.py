@@ -9,28 +9,32 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import kvstore
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
+from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
+from kvstore.catalog.pending_base import PendingLog
+from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
-from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.absent import AbsentKeys
-from kvstore.store.admission import check_header, check_key, check_sizes
+from kvstore.store.admission import check_key, check_sizes
+from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
+from kvstore.store.offers import offers_of
+from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
 from kvstore.store.promotion import Holding, Promotion
-from kvstore.store.write_back import WriteBack
-from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.store.recorder import Recorder
+from kvstore.store.saving import Saver
+from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.verify import open_off_loop
 
 __all__ = ["TieredStore"]
 
@@ -48,6 +52,9 @@ class TieredStore(PageStore):
         memory: Where records are staged and leased.
         hot: A shared, quick tier, if there is one.
         cold: A large, slow tier, if there is one.
+        pending: Where write-backs are recorded that others finish if this process dies; stays the caller's. Without it
+            they are forgotten with the process.
+        choice: Told of every lookup, to choose what retention follows.
         meters: Where to count.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         clock: For leases, pauses and deadlines of the store's own.
@@ -59,6 +66,9 @@ class TieredStore(PageStore):
         hot: Tier | None = None,
         cold: Tier | None = None,
         *,
+        pending: PendingLog | None = None,
+        recorder: Recorder | None = None,
+        choice: PolicyChoice | None = None,
         meters: Meters | None = None,
         limits: StoreLimits | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -68,17 +78,37 @@ class TieredStore(PageStore):
         check_sizes(self.limits.stage_bytes, memory.limit_bytes)
         self._memory = memory
         self._slower = tuple(tier for tier in (hot, cold) if tier is not None)
+        self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
         self._clock = clock
         self._background = Background("store")
         self._namespaces: OrderedDict[NamespaceId, Layout] = OrderedDict()
         self._manifests_kept: set[tuple[NamespaceId, str]] = set()
         self._leases = LeaseTable(memory, clock, lease_s=self.limits.lease_s, leases_max=self.limits.leases_max)
         self._absent = AbsentKeys(clock)
-        self._saves = ByteBudget(self.limits.save_bytes_in_flight)
-        self._hot = self._queue(hot)
-        self._cold = self._queue(cold)
-        self._hot_tier, self._cold_tier = hot, cold
-        self._finder = PresenceFinder(memory, hot, cold, self._absent, self.meters, cold_probes=self.limits.cold_probes)
+        self._saver = Saver(
+            memory,
+            hot,
+            cold,
+            pending=pending,
+            recorder=recorder,
+            check_open=self._check_open,
+            absent=self._absent,
+            background=self._background,
+            meters=self.meters,
+            limits=self.limits,
+            clock=clock,
+        )
+        self._recorder = recorder
+        self._choice = choice
+        self._finder = PresenceFinder(
+            memory,
+            hot,
+            cold,
+            self._absent,
+            self.meters,
+            cold_probes=self.limits.cold_probes,
+            catalog=CatalogLookup(recorder.catalog, self.meters, clock) if recorder is not None else None,
+        )
         self._promotion = Promotion(
             memory,
             hot,
@@ -88,17 +118,17 @@ class TieredStore(PageStore):
             meters=self.meters,
             limits=self.limits,
             clock=clock,
-            on_cold_hit=self._promote_to_hot,
+            on_cold_hit=self._saver.promote_to_hot,
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._closed = False
 
-    def _queue(self, tier: Tier | None) -> WriteBack | None:
-        return None if tier is None else WriteBack(tier, self._background, self.meters, self.limits, self._clock)
+    @property
+    def arena(self) -> Arena | None:
+        return self._memory.arena
 
-    def _promote_to_hot(self, record: Record) -> None:
-        if self._hot is not None:
-            self._hot.offer(record)
+    def buffer(self, num_bytes: int) -> memoryview:
+        return self._memory.buffer(num_bytes)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
@@ -106,6 +136,8 @@ class TieredStore(PageStore):
         if namespace not in self._namespaces and len(self._namespaces) >= self.limits.namespaces_max:
             raise Unavailable("too many namespaces are open on this node", limit=self.limits.namespaces_max)
         self._namespaces[namespace] = layout
+        if self._recorder is not None:
+            self._recorder.register(namespace, layout, description.tenant)
         manifest = pack_manifest(description)
         for tier in self._slower:
             if (namespace, tier.name) not in self._manifests_kept:
@@ -124,11 +156,16 @@ class TieredStore(PageStore):
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         layout = self._layout(query.namespace)
+        if self._recorder is not None:
+            self._recorder.learn(query, layout)
+        if self._choice is not None:
+            self._choice.observe(query, layout)
         presence = await self._finder.find(query, layout, _leave_time(deadline))
-        bits, resume_tokens = presence.groups_present(), presence.resume_tokens()
+        bits = presence.groups_present()
+        resume_tokens = presence.resume_tokens(bits)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", resume_tokens > query.local_tokens)
-        return Lookup(resume_tokens, tuple(bits))
+        return Lookup(resume_tokens, tuple(bits), offers_of(presence, resume_tokens, self._tier_names, bits))
 
     async def stage(
         self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None, owner: str = ""
@@ -163,6 +200,10 @@ class TieredStore(PageStore):
         for source, count in holding.sources.items():
             self.meters.add("served_records", count, tier=source)
         spans = [pin.records[0].header.span for pin in holding.pins.values()]
+        if self._recorder is not None and holding.pins:
+            namespace = next(iter(holding.pins)).namespace
+            read = {key.prefix: span.stop for key, span in zip(holding.pins, spans, strict=True)}
+            self._recorder.used(namespace, read.items())
         return Staged(
             lease=lease,
             resume_tokens=holding.resume_tokens,
@@ -191,50 +232,16 @@ class TieredStore(PageStore):
             raise Unavailable("the lease has ended, or does not hold the record", key=key)
         return record
 
-    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
         layout = self._layout(record.key.namespace)
-        awaited = self._tier_of(ack)
-        check_header(record.header, layout)
-        if awaited is None and record.key in self._memory:
-            return self._count_save(SaveOutcome.EXISTS)
-        if record.num_bytes > self._saves.limit_bytes:
-            return self._count_save(SaveOutcome.FULL)
-        grant = self._saves.try_take(record.num_bytes)
-        if grant is None:
-            return self._count_save(SaveOutcome.BUSY)
-        try:
-            async with deadline.scope("verifying a record"):
-                await _verify(record)
-            self._check_open()
-            outcome = self._keep(record, awaited)
-            if awaited is not None and outcome is not SaveOutcome.FULL:
-                outcome = _OUTCOMES[await awaited.put(record, deadline=deadline)]
-        finally:
-            self._saves.give_back(grant)
-        return self._count_save(outcome)
-
-    def _keep(self, record: Record, awaited: Tier | None) -> SaveOutcome:
-        """Put a verified record into memory and queue it for the tiers that nobody waits for. Never suspends."""
-        outcome = self._memory.insert(record)
-        if outcome is PutOutcome.STORED:
-            self._absent.remove(record.key)
-            for tier, queue in ((self._hot_tier, self._hot), (self._cold_tier, self._cold)):
-                if queue is not None and tier is not awaited:
-                    queue.offer(record)
-        return _OUTCOMES[outcome]
-
-    def _tier_of(self, ack: Ack) -> Tier | None:
-        """The slower tier that a save waits for."""
-        if ack is Ack.MEMORY:
-            return None
-        tier = self._hot_tier if ack is Ack.HOT else self._cold_tier
-        if tier is None:
-            raise InvalidRequest(f"ack {ack.value} needs a {ack.value} tier, and this store has none", ack=ack.value)
-        return tier
-
-    def _count_save(self, outcome: SaveOutcome) -> SaveOutcome:
-        self.meters.add("saves", outcome=outcome.value)
-        return outcome
+        return await self._saver.save(record, layout, ack=ack, retention=retention, deadline=deadline)
 
     async def release(self, lease: LeaseId) -> None:
         self._leases.release(lease)
@@ -248,9 +255,7 @@ class TieredStore(PageStore):
         self.meters.add("discarded_records")
         self._leases.forget(key)
         self._absent.add(key, self.limits.absent_s)
-        for queue in (self._hot, self._cold):
-            if queue is not None:
-                queue.forget(key)
+        self._saver.forget(key)
         failed = []
         for tier in (self._memory, *self._slower):
             try:
@@ -265,11 +270,6 @@ class TieredStore(PageStore):
         self._check_open()
         deadline = _leave_time(deadline)
         tiers = await asyncio.gather(*(self._tier_status(tier, deadline) for tier in (self._memory, *self._slower)))
-        queues = {
-            queue.tier_name: {"records": len(queue), "bytes": queue.used_bytes, "failing": queue.failing}
-            for queue in (self._hot, self._cold)
-            if queue is not None
-        }
         return {
             "version": kvstore.__version__,
             "tiers": {str(tier["name"]): tier for tier in tiers},
@@ -279,7 +279,7 @@ class TieredStore(PageStore):
                 "expired": self._leases.num_expired,
                 "pinned_bytes": self._memory.pinned_bytes,
             },
-            "write_back": queues,
+            "write_back": self._saver.describe(),
             "counters": self.meters.snapshot(),
         }
 
@@ -296,11 +296,7 @@ class TieredStore(PageStore):
         Returns:
             Records that are still on their way.
         """
-        left = 0
-        for queue in (self._hot, self._cold):
-            if queue is not None:
-                left += await queue.drain(deadline)
-        return left
+        return await self._saver.drain(deadline)
 
     async def aclose(self) -> None:
         """As `PageStore.aclose`: the write-back gets `drain_timeout_s`, leases and tasks end; the tiers stay open."""
@@ -311,6 +307,7 @@ class TieredStore(PageStore):
             await self.drain(Deadline.after(self.limits.drain_timeout_s, self._clock))
         finally:
             await self._background.aclose()
+            await self._saver.aclose()
             self._leases.release_all()
 
     def _check_open(self) -> None:
@@ -334,26 +331,6 @@ class TieredStore(PageStore):
         while len(self._leases):
             await asyncio.sleep(min(_SWEEP_S, self.limits.lease_s))
             self.meters.add("leases_expired", self._leases.sweep())
-
-
-_OUTCOMES = {
-    PutOutcome.STORED: SaveOutcome.STORED,
-    PutOutcome.EXISTS: SaveOutcome.EXISTS,
-    PutOutcome.FULL: SaveOutcome.FULL,
-}
-
-
-async def _verify(record: Record) -> None:
-    """Check all of a record's bytes against its seal, and that the header at hand is the one in the bytes.
-
-    Raises:
-        CorruptRecord: They do not match.
-    """
-    opened = await open_off_loop(record.data, record.key)
-    if isinstance(opened, str):
-        raise CorruptRecord("a saved record does not match its seal", key=record.key, reason=opened)
-    if opened.header != record.header:
-        raise CorruptRecord("the header differs from the bytes it stands for", key=record.key)
 
 
 def _leave_time(deadline: Deadline) -> Deadline:

@@ -1,4 +1,7 @@
-"""The queue in front of a slower tier: bounded in bytes, prefix order, retries with a growing pause."""
+"""The queue in front of a slower tier: bounded in bytes, prefix order, retries with a growing pause.
+
+What it may not forget when the process dies stands in the pending log: see `journeys.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
 from kvstore.tiers.base import PutOutcome, Tier
 
@@ -36,6 +40,10 @@ class _Job:
         wave: Number of the arrival, in waves.
         stop: End of its span: the shortest prefix of a wave goes first.
         arrival: Breaks ties.
+        attempts: Failed writes in a row, since it came or was put aside.
+        aside_at: How many records had been written when it was put aside; `None`: it was not.
+        in_cold: The cold tier has it: it was read from there.
+        may_be_there: The tier may have it: a write was begun.
     """
 
     wave: int
@@ -43,24 +51,51 @@ class _Job:
     arrival: int
     record: Record = field(compare=False)
     attempts: int = field(default=0, compare=False)
+    aside_at: int | None = field(default=None, compare=False)
+    in_cold: bool = field(default=False, compare=False)
+    may_be_there: bool = field(default=False, compare=False)
 
 
 class WriteBack:
     """Writes records to one tier in the background. The bytes that wait are bounded: what does not fit is dropped,
     counted as `write_back_dropped`, and stays in memory until it is evicted there.
 
-    A tier that is down stops all writes to it for a pause that doubles up to a limit; one success ends it.
+    A tier that is down stops all writes to it for a pause that doubles up to a limit; one success ends it. Nothing that
+    waits is dropped for an outage, however long: a record is given up only when it fails while others are written.
+
+    Args:
+        tier: Where to write.
+        journeys: Told of each write, before and after.
+        is_hot: The tier is the hot one, else the cold one.
+        background: Owns the workers.
+        meters: Where to count.
+        limits: Bounds and times.
+        clock: For deadlines.
     """
 
-    def __init__(self, tier: Tier, background: Background, meters: Meters, limits: StoreLimits, clock: Clock) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        journeys: Journeys,
+        *,
+        is_hot: bool,
+        background: Background,
+        meters: Meters,
+        limits: StoreLimits,
+        clock: Clock,
+    ) -> None:
         self.used_bytes = 0
         self._tier = tier
+        self._journeys = journeys
+        self._is_hot = is_hot
         self._background = background
         self._meters = meters
         self._limits = limits
         self._clock = clock
         self._heap: list[_Job] = []
+        self._aside: list[_Job] = []  # failed often: after whatever else waits
         self._pending: dict[RecordKey, _Job] = {}  # waiting or being written
+        self._num_written = 0
         self._num_arrived = 0
         self._num_workers = 0
         self._failures = 0
@@ -72,22 +107,26 @@ class WriteBack:
         return len(self._pending)
 
     @property
-    def tier_name(self) -> str:
-        return self._tier.name
-
-    @property
     def failing(self) -> bool:
         """Whether the last write failed for the tier's sake."""
         return self._failures > 0
 
-    def offer(self, record: Record) -> bool:
-        """Queue a verified record, once; False: dropped, the queue is full. Never waits."""
+    def offer(self, record: Record, *, in_cold: bool = False) -> bool:
+        """Queue a verified record, once; False: dropped, the queue is full. Never waits.
+
+        Args:
+            record: What to write.
+            in_cold: The cold tier has it: it was read from there.
+        """
         if record.key in self._pending:
             return True
         if self.used_bytes + record.num_bytes > self._limits.write_back_bytes:
             self._drop("queue_full")
             return False
-        job = _Job(self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record)
+        job = _Job(
+            self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record, in_cold=in_cold
+        )
+        self._journeys.begin(record)
         self._num_arrived += 1
         self._pending[record.key] = job
         self.used_bytes += record.num_bytes
@@ -101,10 +140,16 @@ class WriteBack:
     def forget(self, key: RecordKey) -> None:
         """Write `key` no more: it is bad. A write that has begun may still end."""
         job = self._pending.get(key)
-        if job is not None and job in self._heap:
+        if job is None:
+            return
+        if job in self._heap:
             self._heap.remove(job)
             heapq.heapify(self._heap)
-            self._end(job)
+        elif job in self._aside:
+            self._aside.remove(job)
+        else:
+            return
+        self._end(job)
 
     async def drain(self, deadline: Deadline) -> int:
         """Wait until nothing is left to write, or until the deadline; returns how many records are left."""
@@ -118,14 +163,14 @@ class WriteBack:
     async def _work(self) -> None:
         """Write jobs until none waits. At most one worker goes on while the tier fails: one probe is enough."""
         try:
-            while self._heap:
+            while self._heap or self._take_back():
                 if self._failures:
                     if self._num_workers > 1:
                         return
                     limits = self._limits
                     pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
                     await asyncio.sleep(pause_s)
-                    if not self._heap:
+                    if not self._heap and not self._take_back():
                         return
                 await self._write(heapq.heappop(self._heap))
                 self._grow()
@@ -141,15 +186,11 @@ class WriteBack:
     async def _write(self, job: _Job) -> None:
         job.attempts += 1
         try:
-            outcome = await self._put(job.record)
+            outcome = await self._put(job)
         except Unavailable:
             self._failures += 1
             self._meters.add("write_back_failures", tier=self._tier.name)
-            if job.attempts >= self._limits.write_back_attempts:
-                self._drop("attempts")
-                self._end(job)
-            else:
-                heapq.heappush(self._heap, job)
+            self._try_again(job)
             return
         except KVStoreError:  # this record will never be taken: the next one may be
             self._drop("refused")
@@ -158,21 +199,60 @@ class WriteBack:
         except BaseException:
             self._end(job)
             raise
+        if outcome is Noted.BUSY:  # says nothing about the tier
+            self._drop("pending_full")
+            self._end(job)
+            return
         self._failures = 0
-        if outcome is PutOutcome.FULL:
-            self._drop("tier_full")
-        else:
+        self._num_written += 1
+        self._take_back()
+        if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
             self._meters.add("write_back_records", tier=self._tier.name, outcome=outcome.value)
             self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
-        self._end(job)
+            self._end(job, is_written=True)
+        else:
+            self._drop("tier_full")
+            self._end(job)
 
-    async def _put(self, record: Record) -> PutOutcome:
+    def _try_again(self, job: _Job) -> None:
+        """After a failure: soon, after all others, or never. Which of tier and record is to blame, the others show."""
+        if job.attempts < self._limits.write_back_attempts:
+            heapq.heappush(self._heap, job)
+        elif job.aside_at is None or job.aside_at == self._num_written:
+            job.aside_at, job.attempts = self._num_written, 0
+            self._aside.append(job)
+        else:
+            self._drop("attempts")
+            self._end(job)
+
+    def _take_back(self) -> bool:
+        """Queue again what was put aside. False: nothing was."""
+        if not self._aside:
+            return False
+        for job in self._aside:
+            heapq.heappush(self._heap, job)
+        self._aside.clear()
+        return True
+
+    async def _put(self, job: _Job) -> PutOutcome | Noted:
+        """Write the pending entry where one is needed, then the record; why not, when there is no room for either."""
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
-        return await self._tier.put(record, deadline=deadline)
+        key = job.record.key
+        noted = await self._journeys.note(key, deadline, is_hot=self._is_hot)
+        if noted is not Noted.YES:
+            return noted
+        job.may_be_there = True
+        outcome = await self._tier.put(job.record, deadline=deadline)
+        job.may_be_there = outcome is not PutOutcome.FULL
+        if self._is_hot and job.may_be_there:
+            await self._journeys.confirm(key, deadline)
+        return outcome
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _Job, *, is_written: bool = False) -> None:
         if self._pending.pop(job.record.key, None) is not None:
             self.used_bytes -= job.record.num_bytes
+            in_cold = job.in_cold or (is_written and not self._is_hot)
+            self._journeys.end(job.record.key, in_hot=self._is_hot and job.may_be_there, in_cold=in_cold)
         if not self._pending:
             self._empty.set()
 

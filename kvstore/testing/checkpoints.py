@@ -185,6 +185,36 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         },
         dtype="bfloat16",
     ),
+    # a hybrid of that weight: a repeat restores pages of four layers and states of twelve
+    "qwen3next-demo": Checkpoint(
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "hidden_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 2048,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL] * 4,
+            "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4,
+            "rope_theta": 1e4,
+        },
+        dtype="bfloat16",
+        unit_norm=False,
+    ),
 }
 
 

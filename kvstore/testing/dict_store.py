@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from itertools import count
 
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record, verify_payload
 from kvstore.model.coverage import longest_resumable, records_to_resume
@@ -98,7 +98,14 @@ class DictStore(PageStore):
             raise Unavailable("the lease has ended or does not hold this record", key=key)
         return record
 
-    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
         await self._pass("save", deadline)
         if ack is not Ack.MEMORY:
             raise InvalidRequest("this store has memory only", ack=ack.value)

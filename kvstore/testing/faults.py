@@ -22,11 +22,13 @@ class FaultyTier(Tier):
         calls: Number of calls by method.
         keys_asked: Every key of every `head`, in order.
         keys_put: Every key that a put brought, in order.
+        keys_allowed: Every key that may be evicted, in order.
         down: Every call raises `Unavailable` at once.
         frozen: Every call hangs until its deadline or until this is unset.
         get_limit: After so many gets further ones hang; `None`: none does.
         get_s: Each get takes this long.
         lost: `get` answers `None` for these, as if they had gone since `head`.
+        refused: `put` raises `Unavailable` for these and for no others.
     """
 
     def __init__(self, inner: Tier, *, name: str | None = None) -> None:
@@ -35,11 +37,13 @@ class FaultyTier(Tier):
         self.calls: Counter[str] = Counter()
         self.keys_asked: list[RecordKey] = []
         self.keys_put: list[RecordKey] = []
+        self.keys_allowed: list[RecordKey] = []
         self.down = False
         self.frozen = False
         self.get_limit: int | None = None
         self.get_s = 0.0
         self.lost: set[RecordKey] = set()
+        self.refused: set[RecordKey] = set()
 
     @property
     def num_quarantined(self) -> int:
@@ -68,12 +72,19 @@ class FaultyTier(Tier):
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         await self._fault("put", deadline)
+        if record.key in self.refused:
+            raise Unavailable("the tier was told to refuse this record", tier=self.name, key=record.key)
         self.keys_put.append(record.key)
         return await self.inner.put(record, deadline=deadline)
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         await self._fault("delete", deadline)
         return await self.inner.delete(key, deadline=deadline)
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        await self._fault("allow_eviction", deadline)
+        self.keys_allowed += keys
+        await self.inner.allow_eviction(keys, deadline=deadline)
 
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         await self._fault("quarantine", deadline)

@@ -225,10 +225,13 @@ class TierContract:
     async def test_damage_is_never_served(self, tier: Tier, medium: Medium, damage: str) -> None:
         """Bytes that are not the record their name says are a counted miss, put out of reach, and can be put anew."""
         record, other = make_record(1), make_record(2)
+        told: list[RecordKey] = []
+        tier.on_quarantine = lambda key, reason: told.append(key)
         await tier.put(record, deadline=soon())
         await medium.write(record.key, DAMAGE[damage](bytes(record.data), bytes(other.data)))
         assert await tier.get(record.key, deadline=soon()) is None
         assert tier.num_quarantined == 1
+        assert told == [record.key]
         assert (await tier.usage(deadline=soon())).num_quarantined == 1
         assert await medium.read(record.key) is None
         assert await tier.get(record.key, deadline=soon()) is None

@@ -11,7 +11,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Entry", "PutOutcome", "Tier", "TierUsage"]
+__all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage"]
 
 
 class PutOutcome(Enum):
@@ -52,6 +52,33 @@ class TierUsage:
     num_quarantined: int = 0
 
 
+class Severity(Enum):
+    """How bad a concern is."""
+
+    DANGER = "danger"
+    """What was promised to stay may be lost."""
+    ADVICE = "advice"
+    """It costs hits or speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """Something about a tier's medium that an operator should change.
+
+    Attributes:
+        severity: How bad it is.
+        address: Of the server.
+        text: What was seen, what follows from it, and the next step.
+    """
+
+    severity: Severity
+    address: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text} address={self.address}"
+
+
 class Tier(ABC):
     """Stores sealed records by name, once each.
 
@@ -64,6 +91,9 @@ class Tier(ABC):
 
     name: str
     """Short and stable: `memory`, `filesystem`, `redis`, `s3`; shown in metrics and answers."""
+
+    on_quarantine: Callable[[RecordKey, str], None] | None = None
+    """Told of each record that is put aside, and why; set by whoever wants to know. May be called in any thread."""
 
     @property
     def num_quarantined(self) -> int:
@@ -102,6 +132,13 @@ class Tier(ABC):
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         """Remove a record. False: it was not there."""
 
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:  # noqa: B027
+        """These records are in a slower tier too: from now on the medium may let them go. Absent ones are ignored.
+
+        A medium that evicts by itself must keep a record until this is said of it. Those whose budget we keep evict by
+        use alone and need not be told.
+        """
+
     @abstractmethod
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         """Put a record out of every reader's reach and keep its bytes where the medium allows. Absent: nothing."""
@@ -121,6 +158,10 @@ class Tier(ABC):
     @abstractmethod
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         """Say what is held, cheaply."""
+
+    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
+        """What an operator should change about the medium, the dangerous first. A tier that looks at nothing: none."""
+        return []
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvstore.errors import InvalidRequest
+from kvstore.tiers.locations_redis import REDIS_SCHEMES, RedisLocation, parse_redis, without_secrets
 
 __all__ = [
     "ColdLocation",
@@ -20,16 +20,6 @@ __all__ = [
     "parse_hot",
     "without_secrets",
 ]
-
-RedisMode = Literal["standalone", "cluster", "sentinel"]
-
-_MODES: dict[str, RedisMode] = {
-    "redis": "standalone",
-    "rediss": "standalone",
-    "redis+cluster": "cluster",
-    "redis+sentinel": "sentinel",
-}
-_REDIS_PORT = 6379
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +64,6 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
-@dataclass(frozen=True, slots=True)
-class RedisLocation:
-    """A Redis or Valkey. Its text shows no password.
-
-    Attributes:
-        mode: What answers at the address.
-        tls: Whether to speak TLS.
-        host: A name or a literal address.
-        port: Its port.
-        database: Number of the database.
-        username: For ACLs; `None` for the default user.
-        password: A secret.
-        url: The whole setting, secrets included.
-    """
-
-    mode: RedisMode
-    tls: bool
-    host: str
-    port: int
-    database: int
-    username: str | None
-    password: str | None = field(repr=False)
-    url: str = field(repr=False, compare=False)
-
-    def __str__(self) -> str:
-        scheme = urlsplit(self.url).scheme
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port}/{self.database}"
-
-
 HotLocation = NoTier | RedisLocation
 ColdLocation = NoTier | FileLocation | S3Location
 
@@ -116,31 +76,15 @@ def parse_hot(text: str) -> HotLocation:
     """
     if text == "memory:":
         return NoTier()
-    scheme = text.partition("://")[0]
-    if scheme not in _MODES:
+    if text.partition("://")[0] not in REDIS_SCHEMES:
         raise InvalidRequest(
             "hot must be redis://host:port/database, rediss://, redis+cluster://, redis+sentinel:// or memory:",
             seen=repr(without_secrets(text)),
         )
-    expected = f"hot must look like {scheme}://user:password@host:port/database"
     try:
-        parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise InvalidRequest(expected, seen=repr(without_secrets(text))) from None  # the cause may show the password
-    database = parts.path.strip("/")
-    if not host or (database and not database.isdecimal()) or parts.query or parts.fragment:
-        raise InvalidRequest(expected, seen=repr(without_secrets(text)))
-    return RedisLocation(
-        mode=_MODES[scheme],
-        tls=scheme == "rediss",
-        host=host,
-        port=_REDIS_PORT if port is None else port,
-        database=int(database or 0),
-        username=unquote(parts.username) if parts.username else None,
-        password=unquote(parts.password) if parts.password else None,
-        url=text,
-    )
+        return parse_redis(text)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"hot {error.message}", **error.details) from None
 
 
 def parse_cold(text: str) -> ColdLocation:
@@ -173,10 +117,3 @@ def _parse_s3(text: str) -> S3Location:
             seen=repr(without_secrets(text)),
         )
     return S3Location(parts.netloc, unquote(parts.path).strip("/"), **given)
-
-
-def without_secrets(text: str) -> str:
-    """The text with everything before its last `@` hidden, but for a scheme."""
-    before, at, rest = text.rpartition("@")
-    scheme, slashes, _ = before.partition("//")
-    return f"{scheme if slashes else ''}{slashes}***@{rest}" if at else text

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
-from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
+from kvstore.api import LeaseId, Lookup, Offer, PrefixQuery, Staged
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.wire import messages
@@ -60,19 +61,32 @@ def lookup_reply(request_id: int, lookup: Lookup) -> messages.LookedUp:
     """A lookup's outcome as a message."""
     width = max(1, (max((mask.bit_length() for mask in lookup.groups_present), default=0) + 7) // 8)
     masks = b"".join(mask.to_bytes(width, "little") for mask in lookup.groups_present)
-    return messages.LookedUp(request_id, lookup.resume_tokens, width, masks)
+    offers = {str(offer.resume_tokens): dict(offer.tier_bytes) for offer in lookup.offers}
+    return messages.LookedUp(request_id, lookup.resume_tokens, width, masks, offers)
 
 
 def parse_lookup(message: messages.LookedUp, num_boundaries: int) -> Lookup:
     """A lookup's outcome from a message.
 
     Raises:
-        InvalidRequest: There is not one mask per boundary.
+        InvalidRequest: There is not one mask per boundary, or an offer is malformed.
     """
     width, masks = message.mask_bytes, message.masks
     _check_length("looked_up.masks", masks, num_boundaries * width)
     present = (int.from_bytes(masks[at : at + width], "little") for at in range(0, len(masks), max(1, width)))
-    return Lookup(message.resume_tokens, tuple(present))
+    return Lookup(message.resume_tokens, tuple(present), _offers(message.offers))
+
+
+def _offers(offers: Mapping[str, Any]) -> tuple[Offer, ...]:
+    parsed = []
+    for point, tier_bytes in offers.items():
+        if not (point.isascii() and point.isdecimal() and isinstance(tier_bytes, Mapping)):
+            raise InvalidRequest("a field has the wrong type", field="looked_up.offers", expected="bytes by tier")
+        sizes = {name: size for name, size in tier_bytes.items() if isinstance(name, str) and isinstance(size, int)}
+        if len(sizes) != len(tier_bytes) or any(size < 0 for size in sizes.values()):
+            raise InvalidRequest("a field has the wrong type", field="looked_up.offers", expected="whole numbers")
+        parsed.append(Offer(int(point), sizes))
+    return tuple(sorted(parsed, key=lambda offer: offer.resume_tokens))
 
 
 def staged_reply(request_id: int, staged: Staged) -> messages.Staged:

@@ -17,6 +17,7 @@ from kvstore.wire.frames import Head
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "ArenaShared",
     "Cancel",
     "Discard",
     "Discarded",
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "Save",
     "Saved",
+    "ShareArena",
     "Stage",
     "StageProgress",
     "Staged",
@@ -89,6 +91,7 @@ class Welcome(Message):
         max_payload_bytes: Larger payloads are refused.
         save_credit_bytes: Payload bytes of saves that may be unanswered here; one larger save may run alone.
         max_requests: Requests that may be unanswered here.
+        arena: Which memory the service shares with peers on its node; empty for none.
     """
 
     type: ClassVar[str] = "welcome"
@@ -97,6 +100,7 @@ class Welcome(Message):
     max_payload_bytes: int
     save_credit_bytes: int
     max_requests: int
+    arena: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +154,13 @@ class Lookup(Request):
 
 @dataclass(frozen=True, slots=True)
 class LookedUp(Reply):
-    """`masks` holds `mask_bytes` little-endian bytes per boundary."""
+    """`masks` holds `mask_bytes` little-endian bytes per boundary, `offers` by resume point a map of bytes by tier."""
 
     type: ClassVar[str] = "looked_up"
     resume_tokens: int
     mask_bytes: int
     masks: bytes
+    offers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,27 +206,50 @@ class Renewed(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Load(Request):
+    """`arena` names the shared memory that the client has mapped: a record that stands there need not be sent."""
+
     type: ClassVar[str] = "load"
     lease: bytes
     namespace: bytes
     prefix: bytes
     group: int
     slice: int
+    arena: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Reply):
-    """The frame's payload is the record."""
+    """The frame's payload is the record, unless `stamp` is not zero: then it stands in the arena that was named."""
 
     type: ClassVar[str] = "loaded"
+    offset: int = 0
+    num_bytes: int = 0
+    stamp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShareArena(Request):
+    """Asks for the descriptor of the service's arena; on a Unix socket only."""
+
+    type: ClassVar[str] = "share_arena"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShared(Reply):
+    """The descriptor comes with this frame, as ancillary data."""
+
+    type: ClassVar[str] = "arena_shared"
+    arena: bytes
+    capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save(Request):
-    """The frame's payload is the record."""
+    """The frame's payload is the record. An unknown `retention` is a normal one."""
 
     type: ClassVar[str] = "save"
     ack: str
+    retention: str = "normal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +324,7 @@ _TYPES: dict[str, type[Message]] = {
     for cls in (
         Hello, Welcome, Refused, OpenNamespace, NamespaceOpened, Lookup, LookedUp, Stage, StageProgress, Staged, Renew,
         Renewed, Load, Loaded, Save, Saved, Release, Discard, Discarded, Status, StatusReply, Ping, Pong, Cancel, Error,
+        ShareArena, ArenaShared,
     )
 }  # fmt: skip
 _KINDS: dict[str, type[KVStoreError]] = {
@@ -322,8 +351,8 @@ def decode(head: Head) -> Message:
 
 
 def error_of(request_id: int, error: KVStoreError) -> Error:
-    """An error as the answer to a request."""
-    return Error(request_id, type(error).__name__, str(error))
+    """An error as the answer to a request, under the public class that it is one of."""
+    return Error(request_id, next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), str(error))
 
 
 def raise_error(answer: Error | Refused) -> None:

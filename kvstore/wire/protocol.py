@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from typing import Protocol, cast
 
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.wire import messages
 from kvstore.wire.frames import FrameReader, FrameSink, Later, pack_head
 
@@ -111,6 +112,33 @@ class FrameConnection(asyncio.BufferedProtocol):
             if not self.open:
                 raise Unavailable("the connection is closed")
             self._write(message, payload)
+
+    async def send_descriptor(self, message: messages.Message, descriptor: int) -> None:
+        """Send a message and with it a descriptor, which the other side gets a duplicate of.
+
+        Raises:
+            InvalidRequest: Not a Unix socket.
+            Unavailable: The connection is closed, or the other side does not read.
+        """
+        async with self._turn:
+            transport = self._transport
+            if transport is None or self._closing:
+                raise Unavailable("the connection is closed")
+            sock = transport.get_extra_info("socket")
+            if sock is None or sock.family != socket.AF_UNIX:
+                raise InvalidRequest("descriptors travel over Unix sockets only")
+            if transport.get_write_buffer_size():
+                raise Unavailable("the other side does not read")
+            head = pack_head(messages.encode(message))
+            try:
+                # past the transport, which has nothing to send at the moment and knows no ancillary data
+                with socket.socket(fileno=os.dup(sock.fileno())) as own:
+                    sent = socket.send_fds(own, [head], [descriptor])
+            except OSError as error:
+                raise Unavailable("a descriptor could not be sent", error=error.strerror) from error
+            self.sent_bytes += sent
+            if sent < len(head):  # the descriptor went with the first byte
+                transport.write(head[sent:])
 
     def _write(self, message: messages.Message, payload: memoryview | None) -> None:
         assert self._transport is not None

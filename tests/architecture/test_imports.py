@@ -10,7 +10,10 @@ import pytest
 
 from tests.architecture.sources import PACKAGES, ROOT, files, imports, imports_of, tree
 
-REDIS_HOME = ("kvstore/tiers/redis/",)
+REDIS_HOME = (
+    *("kvstore/tiers/redis/", "kvstore/catalog/redis", "kvstore/catalog/pending_redis"),
+    "kvstore/catalog/ownership_redis",
+)
 S3_HOME = ("kvstore/tiers/s3/",)
 TESTING = ("kvstore/testing/", "benchmarks/")  # the latter compares our tiers with the usual clients
 
@@ -21,19 +24,28 @@ HOMES = {
     "aiobotocore": (*S3_HOME, *TESTING),
     "boto3": TESTING,
     "botocore": (*S3_HOME, *TESTING),
-    "vllm": ("connector/connector.py", "connector/vllm_facts.py", "kvstore/testing/engine/main.py"),
+    "vllm": (
+        *("connector/connector.py", "connector/vllm_facts.py"),
+        # what vLLM shows of us, in vLLM's own types
+        *("connector/surface.py", "connector/stats.py", "connector/kv_events.py", "connector/plugin.py"),
+        *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
+    ),
     "transformers": ("kvstore/testing/checkpoints.py",),
     "torch": (
         *("connector/connector.py", "connector/vllm_facts.py", "connector/worker/", "connector/device/"),
-        "kvstore/testing/checkpoints.py",
+        *("connector/vllm_requests.py", "benchmarks/device.py"),
+        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py"),
     ),
     "numba": (),
     "llvmlite": (),
     "migrations": ("migrations/", "kvstore/cli/migrate.py"),
 }
 
-# Beside the public packages: two values of `runtime` that carry no policy, a counter and a clock.
-CONNECTOR_MAY_IMPORT = ("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock")
+# Beside the public packages: what of `runtime` carries no policy, a counter, a clock, memory and threads of a process.
+CONNECTOR_MAY_IMPORT = (
+    *("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock"),
+    *("runtime.arena", "runtime.buffers", "runtime.prefault", "runtime.affinity"),
+)
 
 
 def test_layers() -> None:

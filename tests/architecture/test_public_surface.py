@@ -10,7 +10,8 @@ SURFACE = {
     "connector": ["KVStoreConnector"],
     "kvstore": ["__version__"],
     "kvstore.api": [
-        *("Ack", "Deadline", "LeaseId", "Lookup", "PageStore", "PrefixQuery", "SaveOutcome", "Staged"),
+        *("Ack", "Deadline", "LeaseId", "Lookup", "Offer", "PageStore", "PrefixQuery", "Retention", "SaveOutcome"),
+        "Staged",
     ],
     "kvstore.client": [
         *("Address", "BlockingStore", "ClientOptions", "EmbeddedOptions", "RemoteStore", "TcpAddress", "UnixAddress"),

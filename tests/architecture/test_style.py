@@ -17,8 +17,9 @@ FUNCTION_LINES_MAX = 70
 
 # `except Exception` stands where a piece of work ends that nobody else would end: it reports, it never hides.
 TOPS = {
-    "connector/connector.py": "the connector's guard",
-    "connector/scheduler/side.py": "a background task's top",
+    "connector/guard.py": "the connector's guard",
+    "connector/scheduler/opening.py": "a background task's top",
+    "connector/worker/audit.py": "a background task's top",
     "connector/worker/loader.py": "a background task's top",
     "connector/worker/saver.py": "a background task's top",
     "kvstore/cli/main.py": "the command line's main",

@@ -6,47 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import redis
 import uvloop
 
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
-from kvstore.model.keys import RecordKey
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.stripes import STRIPE_BYTES, stripe_names, stripe_ranges
+from tests.contract.redis_media import RedisMedium
 
 pytestmark = pytest.mark.servers
-
-
-class RedisMedium(Medium):
-    """Reaches the values with a general client."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.raw = redis.Redis.from_url(url)
-
-    async def open_tier(self) -> Tier:
-        return RedisTier.from_url(self.url)
-
-    async def read(self, key: RecordKey) -> bytes | None:
-        return self.raw.get(format_name(key))
-
-    async def write(self, key: RecordKey, data: bytes) -> None:
-        """Keeps the cut of a striped record: each value is replaced by what `data` has at its place."""
-        name = format_name(key)
-        assert self.raw.exists(name)
-        stripes = sorted(self.raw.keys(name.replace("{", "\\{") + ".*"), key=lambda name: int(name.split(b".")[-1]))
-        if not stripes:
-            self.raw.set(name, data)
-            return
-        self.raw.set(name, data[:HEADER_BYTES])
-        for index, stripe in enumerate(stripes):
-            start = HEADER_BYTES + index * STRIPE_BYTES
-            self.raw.set(stripe, data[start : start + STRIPE_BYTES])
 
 
 @pytest.fixture

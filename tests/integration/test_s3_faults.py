@@ -123,16 +123,18 @@ async def test_frozen(server: CephRgw) -> None:
     await tier.aclose()
 
 
-async def test_payloads_are_not_signed(server: CephRgw) -> None:
-    """Requests carry UNSIGNED-PAYLOAD and no further checksum: records have their own, and hashing costs triple."""
-    tier = await open_tier(server)
-    seen: list[dict[str, str]] = []
-    events = tier._client._client.meta.events
-    events.register("before-send.s3.PutObject", lambda request, **_: seen.append(dict(request.headers)))
-    await tier.put(make_record(30), deadline=Deadline.after(8))
-    (headers,) = seen
-    values = {name.lower(): value.decode() if isinstance(value, bytes) else value for name, value in headers.items()}
-    assert values["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
-    assert values["if-none-match"] == "*"
-    assert not [name for name in values if name.startswith("x-amz-checksum") or name == "content-md5"]
+async def test_requests_and_bytes_are_counted(server: CephRgw) -> None:
+    """What an operator pays for: requests by verb, listings and copies apart, and the bytes of records both ways."""
+    meters = Meters()
+    credentials = {"access_key": server.access_key, "secret_key": server.secret_key}
+    tier = await S3Tier.open("pages", "counted", endpoint_url=server.endpoint_url, meters=meters, **credentials)
+    record = make_record(30, 100_000)
+    await tier.put(record, deadline=Deadline.after(8))
+    await tier.get(record.key, deadline=Deadline.after(8))
+    await tier.head([record.key, make_key(31)], deadline=Deadline.after(8))
+    assert [entry.key async for entry in tier.scan()] == [record.key]
+    await tier.quarantine(record.key, "a test", deadline=Deadline.after(8))
+    seen = {verb: meters.get("s3_requests", verb=verb) for verb in ("GET", "PUT", "HEAD", "LIST", "COPY", "DELETE")}
+    assert seen == {"GET": 1, "PUT": 1, "HEAD": 2, "LIST": 1, "COPY": 1, "DELETE": 1}
+    assert meters.get("s3_received_bytes") == meters.get("s3_sent_bytes") == record.num_bytes
     await tier.aclose()

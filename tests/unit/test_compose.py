@@ -83,11 +83,11 @@ async def test_a_missing_extra_is_told_with_its_name(
             pass
 
 
-@pytest.mark.parametrize("hot", ["redis+cluster://h", "redis+sentinel://h", "rediss://h"])
-async def test_forms_of_redis_that_are_not_spoken_are_refused(hot: str) -> None:
-    """The grammar knows them, this release does not speak to them: refused with what works."""
-    with pytest.raises(InvalidRequest, match="use redis://"):
-        async with open_store(load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": hot})):
+async def test_a_certificate_that_is_not_there_is_refused() -> None:
+    """A file of the url that cannot be read is an error of the settings: it names the file."""
+    settings = {"memory_bytes": "16MiB", "cold": "memory:", "hot": "rediss://h?ca_file=/no/such.pem"}
+    with pytest.raises(InvalidRequest, match=r"check that it exists.*/no/such\.pem"):
+        async with open_store(load_settings(settings)):
             pass
 
 

@@ -182,11 +182,16 @@ def test_locations_are_read() -> None:
     """Each grammar in full, and with everything optional left out."""
     full = parse_hot("rediss://us%40er:pa%2Fss@host:7000/3")
     assert isinstance(full, RedisLocation)
-    assert (full.mode, full.tls, full.host, full.port, full.database) == ("standalone", True, "host", 7000, 3)
+    assert (full.mode, full.tls, full.addresses, full.database) == ("standalone", True, (("host", 7000),), 3)
     assert (full.username, full.password) == ("us@er", "pa/ss")
     short = parse_hot("redis+cluster://host")
     assert isinstance(short, RedisLocation)
-    assert (short.mode, short.port, short.database, short.password) == ("cluster", 6379, 0, None)
+    assert (short.mode, short.addresses, short.database, short.password) == ("cluster", (("host", 6379),), 0, None)
+    sentinel = parse_hot("rediss+sentinel://:p@a,[::1]:7/main/2?ca_file=/etc/ca.pem&sentinel_login=same")
+    assert isinstance(sentinel, RedisLocation)
+    assert (sentinel.addresses, sentinel.service, sentinel.database) == ((("a", 26379), ("::1", 7)), "main", 2)
+    assert (sentinel.ca_file, sentinel.sentinel_login) == (Path("/etc/ca.pem"), True)
+    assert str(sentinel) == "rediss+sentinel://a:26379,[::1]:7/main/2"
     assert parse_hot("memory:") == parse_cold("memory:") == NoTier()
     assert parse_cold("file:///var/lib/kv") == FileLocation(Path("/var/lib/kv"))
     assert parse_cold("s3://bucket/a/b/") == S3Location("bucket", "a/b")
@@ -211,6 +216,10 @@ def test_passwords_are_never_shown(text: str) -> None:
         ("hot", "redis://:hunter2@host:port/0"),
         ("hot", "redis://:hunter2@host:1/zero"),
         ("hot", "redis://:hunter2@host:1/0?x=1"),
+        ("hot", "redis://:hunter2@host:1,other:1/0"),
+        ("hot", "redis+cluster://:hunter2@host:1/2"),
+        ("hot", "redis+sentinel://:hunter2@host:1"),
+        ("hot", "rediss://:hunter2@host:1/0?ca_file=relative"),
         ("hot", "http://:hunter2@host"),
         ("hot", "redis:hunter2@host"),
         ("cold", "s3://key:hunter2@bucket/a"),

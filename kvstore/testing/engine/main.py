@@ -28,6 +28,7 @@ def main() -> None:
 
 def serve(spec: dict[str, Any], answers: IO[str]) -> None:
     from kvstore.testing.engine.spec import EngineSpec
+    from kvstore.testing.engine.traffic import run_traffic, take_census
 
     for module in spec["preload"]:
         importlib.import_module(module)
@@ -46,6 +47,10 @@ def serve(spec: dict[str, Any], answers: IO[str]) -> None:
                 say(answers, event="counters", counters=connector_counters(llm))
             elif message["op"] == "reset_prefix_cache":
                 say(answers, event="reset", done=llm.reset_prefix_cache())
+            elif message["op"] == "traffic":
+                say(answers, event="traffic", traffic=run_traffic(llm, **message["arguments"]))
+            elif message["op"] == "census":
+                say(answers, event="census", census=take_census(llm))
             elif message["op"] == "evaluate":
                 say(answers, event="value", value=eval(message["expression"], {"llm": llm}))
         except BaseException:
@@ -63,7 +68,7 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first_s: dict[str, float] = {}
     answers: dict[str, dict[str, Any]] = {}
     for index, request in enumerate(requests):
-        prompt = {"prompt_token_ids": request["prompt"]}
+        prompt = prompt_of(request)
         if request["cache_salt"] is not None:
             prompt["cache_salt"] = request["cache_salt"]
         params = SamplingParams(
@@ -72,10 +77,11 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
             logprobs=request["logprobs"],
             detokenize=False,
             ignore_eos=True,
+            extra_args={"kv_transfer_params": told} if (told := request["kv_transfer_params"]) is not None else None,
         )
         name = f"{time.monotonic_ns()}-{index}"
         started_s[name] = time.monotonic()
-        engine.add_request(name, prompt, params)
+        engine.add_request(name, prompt, params, lora_request=adapter_of(request))
     while engine.has_unfinished_requests():
         for output in engine.step():
             now_s = time.monotonic()
@@ -94,6 +100,22 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "total_s": now_s - started_s[output.request_id],
                 }
     return [answers[name] for name in started_s]
+
+
+def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
+    if request["embeddings"] is None:
+        return {"prompt_token_ids": request["prompt"]}
+    import torch
+
+    return {"prompt_embeds": torch.load(request["embeddings"], weights_only=True)}
+
+
+def adapter_of(request: dict[str, Any]) -> Any:
+    if request["adapter"] is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*request["adapter"])
 
 
 def metrics(llm: Any) -> dict[str, float]:

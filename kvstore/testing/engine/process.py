@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvstore.testing.engine.environment import engine_environment
-from kvstore.testing.engine.spec import Answer, EngineSpec, Request
+from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest
 
 __all__ = ["EngineFailed", "EngineProcess", "start_engine"]
 
@@ -68,6 +68,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def exit_status(self) -> int | None:
+        """`None` while it runs; negative: the signal that ended it."""
+        return self._child.poll()
+
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the engine takes requests.
 
@@ -93,6 +98,38 @@ class EngineProcess:
     def receive(self, *, timeout_s: float = 240.0) -> list[Answer]:
         """Wait for what was sent."""
         return [Answer.from_json(value) for value in self._next("answers", timeout_s)["answers"]]
+
+    def traffic(
+        self,
+        requests: Sequence[TrafficRequest],
+        *,
+        in_flight: int,
+        resets: Sequence[int] = (),
+        stop_after_aborts: bool = False,
+        timeout_s: float = 600.0,
+    ) -> TrafficReport:
+        """Keep `in_flight` requests in an in-process engine until all are answered or aborted, then let it idle.
+
+        Args:
+            requests: In the order of their arrival.
+            in_flight: How many are handed over and not answered at any time.
+            resets: Steps before which the engine is told to forget its own cache.
+            stop_after_aborts: Return as soon as all aborts are done; requests are left in the engine.
+            timeout_s: For all of it.
+        """
+        arguments = {
+            "requests": [asdict(request) for request in requests],
+            "in_flight": in_flight,
+            "resets": list(resets),
+            "stop_after_aborts": stop_after_aborts,
+        }
+        self._ask({"op": "traffic", "arguments": arguments})
+        return TrafficReport.from_json(self._next("traffic", timeout_s)["traffic"])
+
+    def census(self, *, timeout_s: float = 30.0) -> dict[str, Any]:
+        """What an in-process engine holds now: blocks, requests, threads, descriptors."""
+        self._ask({"op": "census"})
+        return dict(self._next("census", timeout_s)["census"])
 
     def metrics(self, *, timeout_s: float = 30.0) -> dict[str, float]:
         """The engine's counters and gauges by name, as it would show them to Prometheus."""
@@ -134,6 +171,9 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+        with contextlib.suppress(OSError):  # what was not written yet
+            assert self._child.stdin is not None
+            self._child.stdin.close()
 
     def _ask(self, message: dict[str, Any]) -> None:
         assert self._child.stdin is not None

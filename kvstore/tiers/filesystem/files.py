@@ -9,7 +9,8 @@ import itertools
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.failures import is_full, unavailable
+from kvstore.tiers.filesystem.index_log import Held, IndexLog, pack_key
 from kvstore.tiers.verify import open_or_reason
 
 __all__ = ["Fsync", "RecordFiles"]
@@ -49,11 +51,14 @@ class RecordFiles:
             raise InvalidRequest("fsync must be 'none' or 'data'", seen=fsync)
         self.root = root
         self.num_quarantined = 0
+        self.on_quarantine: Callable[[RecordKey, str], None] | None = None
         self._fsync = fsync
         self._temp = root / "tmp"
         self._quarantine = root / "quarantine"
         self._numbers = itertools.count()
         self._lock_fd: int | None = None
+        self._log = IndexLog(root / "index")
+        self._locks = [threading.Lock() for _ in range(64)]
 
     def open(self) -> None:
         """Make the directories, take the lock, and remove what an earlier owner left half written.
@@ -69,6 +74,35 @@ class RecordFiles:
                 leftover.unlink(missing_ok=True)
         except OSError as error:
             raise unavailable(error, "open the directory", self.root) from error
+
+    def held(self) -> Held:
+        """What is held, oldest first: as an earlier owner's log says, or where that is not to be trusted the directory.
+
+        From now on the log notes what is added and removed. A disk too full for a new one has none: the next owner
+        reads the directory again.
+
+        Raises:
+            Unavailable: The directory cannot be read.
+        """
+        try:
+            held = self._log.resume()
+        except OSError as error:
+            raise unavailable(error, "read the index", self.root) from error
+        if held is None:
+            held = {pack_key(key): num_bytes for key, num_bytes in self.recover()}
+            try:
+                self._log.begin(held.items())
+            except OSError as error:
+                _log.warning("the index cannot be written, the next start will be slow error=%s", error)
+                self._log.drop()
+        return held
+
+    def end_log(self, order: Iterable[bytes]) -> None:
+        """Keep what is held in order of use. Idempotent."""
+        try:
+            self._log.end(order)
+        except OSError as error:
+            _log.warning("the order of use could not be kept error=%s", error)
 
     def recover(self) -> list[tuple[RecordKey, int]]:
         """Every whole record with its bytes, oldest file first. A record of the wrong size is quarantined."""
@@ -92,6 +126,23 @@ class RecordFiles:
             raise unavailable(error, "read the directory", self.root) from error
         found.sort()
         return [(key, num_bytes) for _, key, num_bytes in found]
+
+    def names(self) -> list[tuple[RecordKey, int]]:
+        """Every record by its name alone, with its file's bytes; nothing is read or changed.
+
+        Raises:
+            Unavailable: There is no such directory, or it cannot be read.
+        """
+        found = []
+        try:
+            if not (self.root / ROOT).is_dir():
+                raise Unavailable("there are no records: check the path", path=self.root)
+            for path in self._candidates():
+                with contextlib.suppress(InvalidRequest, FileNotFoundError):  # not ours, or gone meanwhile
+                    found.append((parse_name(str(path.relative_to(self.root))), path.stat().st_size))
+        except OSError as error:
+            raise unavailable(error, "read the directory", self.root) from error
+        return found
 
     def _candidates(self) -> Iterator[Path]:
         for folder, folders, names in os.walk(self.root / ROOT, followlinks=False):
@@ -119,10 +170,16 @@ class RecordFiles:
         temp = self._new_temp()
         try:
             self._write_temp(temp, record.data)
-            self._link(temp, path)
+            with self._lock_of(record.key):
+                try:
+                    self._log.added(record.key, record.num_bytes)
+                    self._link(temp, path)
+                except FileExistsError:
+                    return PutOutcome.EXISTS, self._note_size(record.key, path)
+                except OSError:
+                    self._note_size(record.key, path)
+                    raise
             return PutOutcome.STORED, record.num_bytes
-        except FileExistsError:
-            return PutOutcome.EXISTS, self._size(path)
         except OSError as error:
             if is_full(error):
                 return PutOutcome.FULL, 0
@@ -137,6 +194,7 @@ class RecordFiles:
         try:
             damage = _read_whole(path, buffer)
         except FileNotFoundError:
+            self._strike_out(key)
             return None
         except OSError as error:
             raise unavailable(error, "read a record", path) from error
@@ -149,25 +207,33 @@ class RecordFiles:
     def remove(self, key: RecordKey) -> bool:
         """Remove a record's file. False: it was not there."""
         path = self._path(key)
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise unavailable(error, "remove a record", path) from error
+        with self._lock_of(key):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                self._log.removed(key)
+                return False
+            except OSError as error:
+                raise unavailable(error, "remove a record", path) from error
+            self._log.removed(key)
         return True
 
     def quarantine(self, key: RecordKey, reason: str) -> bool:
         """Rename a record out of reach, count and log it, and drop the oldest beyond the limits. False: not there."""
         path = self._path(key)
         name = f"{SYSTEM_CLOCK.wall_ms():016d}-{format_name(key).replace('/', '_')}"
-        try:
-            path.rename(self._quarantine / name)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise unavailable(error, "quarantine a record", path) from error
+        with self._lock_of(key):
+            try:
+                path.rename(self._quarantine / name)
+            except FileNotFoundError:
+                self._log.removed(key)
+                return False
+            except OSError as error:
+                raise unavailable(error, "quarantine a record", path) from error
+            self._log.removed(key)
         self.num_quarantined += 1
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
         _log.warning("record quarantined key=%s reason=%s file=%s", key, reason, self._quarantine / name)
         with contextlib.suppress(OSError):  # another thread may be at the same; the next quarantine finishes the job
             self._bound_quarantine()
@@ -196,6 +262,16 @@ class RecordFiles:
         except OSError as error:
             raise unavailable(error, "read a manifest", path) from error
 
+    def _strike_out(self, key: RecordKey) -> None:
+        """Tell the log that a file is gone which somebody else removed."""
+        with self._lock_of(key):
+            if not self._path(key).exists():
+                self._log.removed(key)
+
+    def _lock_of(self, key: RecordKey) -> threading.Lock:
+        """Held while a name appears or goes and the log is told, so that the log ends with what is true."""
+        return self._locks[key.prefix[0] % len(self._locks)]
+
     def _path(self, key: RecordKey) -> Path:
         return self.root / format_name(key)
 
@@ -220,12 +296,15 @@ class RecordFiles:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.link(temp, path)
 
-    @staticmethod
-    def _size(path: Path) -> int:
+    def _note_size(self, key: RecordKey, path: Path) -> int:
+        """Bytes of the file that stands under a name after a write did not put it there; 0: none."""
         try:
-            return path.stat().st_size
+            num_bytes = path.stat().st_size
+            self._log.added(key, num_bytes)
         except OSError:
+            self._log.removed(key)
             return 0
+        return num_bytes
 
     def _bound_quarantine(self) -> None:
         kept_bytes = 0

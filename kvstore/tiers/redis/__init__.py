@@ -1,5 +1,10 @@
-"""Records in Redis. See README.md."""
+"""Records in Redis, and a general client of it for whoever keeps other things there. See README.md.
 
+`open_control(location)` is an async context manager that gives a `redis.asyncio.Redis` or `RedisCluster` for the Redis
+that a setting names, standalone, sentinel or cluster, with or without TLS: `compose` enters it and hands the client on.
+"""
+
+from kvstore.tiers.redis.control import ControlClient, open_control
 from kvstore.tiers.redis.tier import RedisTier
 
-__all__ = ["RedisTier"]
+__all__ = ["ControlClient", "RedisTier", "open_control"]

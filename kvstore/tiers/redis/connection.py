@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.redis.resp import Argument, ProtocolError, Reply, ReplyParser, encode_command, joined
+from kvstore.tiers.redis.resp import Argument, ErrorReply, ProtocolError, Reply, ReplyParser, encode_command, joined
 
 __all__ = ["Connection", "Sink"]
+
+_HANG_S = 0.2
+_UNSENT_BYTES_MAX = 64 << 20
 
 Sink = Callable[[int, int], memoryview]
 """Given the index of a command in its pipeline and the size of its reply, the buffer to receive that reply into."""
@@ -41,11 +45,14 @@ class _Pipeline:
 class Connection(asyncio.BufferedProtocol):
     """Made by `asyncio`'s `create_connection`; of no further use once `alive` is false.
 
+    Args:
+        address: Who it leads to, for messages.
+
     A read whose caller was cancelled or out of time is received into scrap from that moment on: its buffer is free.
     """
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.address = address
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = ReplyParser(self._sink_for, self._on_reply)
@@ -70,12 +77,16 @@ class Connection(asyncio.BufferedProtocol):
 
         Raises:
             Unavailable: The connection was lost, or the deadline came first. What was sent may still be carried out.
+                Or bytes of earlier callers are still waiting to be sent.
 
         If cancelled, what was sent may still be carried out; buffers from `sink` are not written to any more.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
-            raise Unavailable("the connection to Redis is lost", address=self._address)
+            raise Unavailable("the connection to Redis is lost", address=self.address)
+        if transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
+            # callers that gave up leave their bytes here, beyond every limit for bytes in flight
+            raise Unavailable("Redis takes bytes too slowly: check its load and the network", address=self.address)
         pipeline = _Pipeline(len(commands), sink, self._loop.time(), self._loop.create_future())
         self._waiting.append(pipeline)
         for part in joined([encode_command(*command) for command in commands]):
@@ -88,7 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         if not pipeline.future.done():
             raise Unavailable(
                 "Redis did not answer before the deadline: check its load, SLOWLOG and the network",
-                address=self._address,
+                address=self.address,
             )
         if pipeline.error is not None:
             raise pipeline.error
@@ -98,8 +109,10 @@ class Connection(asyncio.BufferedProtocol):
         pipeline.wanted = False
         if self._waiting and self._waiting[0] is pipeline:
             self._parser.drop_target()
-        # Nothing at all since it was sent: the server hangs, and so would whatever is sent behind it.
-        if self._received_s < pipeline.sent_s:
+        # Nothing at all though something is due: the server hangs, and so would whatever is sent behind it. A caller
+        # that leaves early shows nothing, and must not end what others have in flight.
+        due_s = max(self._received_s, self._waiting[0].sent_s)
+        if self._loop.time() - due_s >= _HANG_S:
             self.abort()
 
     def abort(self) -> None:
@@ -126,11 +139,17 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parser.received(nbytes)
         except ProtocolError as error:
-            self._fail(Unavailable("the server does not speak the Redis protocol", address=self._address, seen=error))
+            self._fail(
+                Unavailable(
+                    "the server does not speak the Redis protocol: check the port; one with TLS is rediss://",
+                    address=self.address,
+                    seen=error,
+                )
+            )
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(Unavailable("the connection to Redis was lost", address=self._address, error=exc))
+        self._fail(Unavailable("the connection to Redis was lost", address=self.address, error=exc))
         self._closed.set()
 
     def _fail(self, error: Unavailable) -> None:
@@ -155,6 +174,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._waiting:
             raise ProtocolError("a reply that nobody asked for")
         pipeline = self._waiting[0]
+        if isinstance(reply, ErrorReply):
+            reply = replace(reply, address=self.address)
         pipeline.replies.append(reply)
         if len(pipeline.replies) == pipeline.num_commands:
             self._waiting.popleft().finish()

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-__all__ = ["Argument", "ErrorReply", "ProtocolError", "Reply", "ReplyParser", "encode_command", "joined"]
+__all__ = ["Argument", "Command", "ErrorReply", "ProtocolError", "Reply", "ReplyParser", "encode_command", "joined"]
 
 Argument = bytes | str | int | memoryview
+Command = Sequence[Argument]
 
 _SCRATCH_BYTES = 16 * 1024
 _LINE_BYTES_MAX = _SCRATCH_BYTES // 2
@@ -23,9 +24,15 @@ _INLINE_BYTES = 8 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error that the server answered, e.g. `OOM command not allowed ...`."""
+    """An error that the server answered, e.g. `OOM command not allowed ...`.
+
+    Attributes:
+        message: Its text.
+        address: Who said so, where that is known.
+    """
 
     message: str
+    address: str = ""
 
     @property
     def code(self) -> str:

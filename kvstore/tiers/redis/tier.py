@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -13,15 +14,18 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
 from kvstore.tiers.detached import see_through
-from kvstore.tiers.redis.node import Node, check_replies, check_reply
+from kvstore.tiers.gather import gather_all
+from kvstore.tiers.locations_redis import RedisLocation, parse_redis
+from kvstore.tiers.redis.facts import ServerFacts, concerns_of, parse_info
+from kvstore.tiers.redis.node import Node
+from kvstore.tiers.redis.replies import check_replies, check_reply
 from kvstore.tiers.redis.resp import ErrorReply, Reply
 from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names
-from kvstore.tiers.redis.topology import Standalone, Topology
-from kvstore.tiers.redis.url import RedisUrl
-from kvstore.tiers.redis.values import Values, striped_header
+from kvstore.tiers.redis.topology import Topology, open_topology
+from kvstore.tiers.redis.values import Values, each_alone, striped_header
 from kvstore.tiers.verify import check_deadline, open_off_loop
 
 __all__ = ["RedisTier"]
@@ -29,6 +33,8 @@ __all__ = ["RedisTier"]
 _log = logging.getLogger(__name__)
 
 _QUARANTINE_S = 7 * 24 * 3600
+_EVICTABLE_S = 7 * 24 * 3600
+"""A record that the cold tier has is read from there again once a week, at most; until then Redis decides."""
 _SCAN_COUNT = 512
 _SCAN_STEP_S = 10.0
 
@@ -47,7 +53,7 @@ class RedisTier(Tier):
             raise InvalidRequest("in_flight_bytes must hold one value", least=STRIPE_BYTES, seen=in_flight_bytes)
         self.name = name
         self._topology = topology
-        self._values = Values(ByteBudget(in_flight_bytes))
+        self._values = Values(topology, ByteBudget(in_flight_bytes))
         self._background = Background(f"{name} tier")
         self._num_quarantined = 0
         self._closed = False
@@ -56,15 +62,32 @@ class RedisTier(Tier):
     def from_url(
         cls, url: str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
     ) -> RedisTier:
-        """A tier on the server that `url` names; no I/O yet.
+        """`at` the location that a url names.
 
         Raises:
-            InvalidRequest: The url is malformed.
+            InvalidRequest: The url is malformed, or names a certificate that cannot be used.
+        """
+        location = parse_redis(url)
+        return cls.at(location, num_connections=num_connections, in_flight_bytes=in_flight_bytes, name=name)
+
+    @classmethod
+    def at(
+        cls, location: RedisLocation, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
+    ) -> RedisTier:
+        """A tier on what stands at `location`; nothing is connected yet.
+
+        Args:
+            location: One server, a cluster, or the primary that sentinels name.
+            num_connections: To each server, for records; one more carries small commands.
+            in_flight_bytes: As in the constructor.
+            name: As in the constructor.
+
+        Raises:
+            InvalidRequest: A certificate cannot be used.
         """
         if num_connections < 1:
             raise InvalidRequest("num_connections must be at least 1", seen=num_connections)
-        topology = Standalone(RedisUrl.parse(url), num_connections)
-        return cls(topology, in_flight_bytes=in_flight_bytes, name=name)
+        return cls(open_topology(location, num_connections), in_flight_bytes=in_flight_bytes, name=name)
 
     @property
     def num_quarantined(self) -> int:
@@ -75,23 +98,14 @@ class RedisTier(Tier):
         self._check(deadline)
         if not keys:
             return []
-        by_node: dict[Node, list[tuple[int, str]]] = {}
-        for index, key in enumerate(keys):
-            name = format_name(key)
-            by_node.setdefault(self._topology.node_for(name), []).append((index, name))
-        sizes: list[int | None] = [None] * len(keys)
-        for node, names in by_node.items():
-            replies = await node.control(*(("STRLEN", name) for _, name in names), deadline=deadline)
-            for (index, _), reply in zip(names, replies, strict=True):
-                sizes[index] = _size_of(reply, node)
-        return sizes
+        replies = await self._topology.ask(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
+        return list(map(_size_of, replies))
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
         self._check(deadline)
         name = format_name(key)
-        node = self._topology.node_for(name)
 
         def sink(index: int, num_bytes: int) -> memoryview:
             # Just a header: perhaps a striped record's, and then the caller's buffer has another size.
@@ -99,15 +113,15 @@ class RedisTier(Tier):
 
         opened: Record | str
         try:
-            value = await self._values.fetch(node, name, bytes_max=STRIPE_BYTES, sink=sink, deadline=deadline)
+            value = await self._values.fetch_whole(name, sink=sink, deadline=deadline)
             if value is None:
                 return None
             if len(value) == HEADER_BYTES and (header := striped_header(value, key)) is not None:
                 packed, value = bytes(value), allocate_exactly(HEADER_BYTES + header.payload_bytes, allocate)
-                if not await self._values.get_striped(node, packed, header, value, deadline=deadline):
+                if not await self._values.get_striped(packed, header, value, deadline=deadline):
                     return None
-            async with deadline.scope("verifying a record from Redis"):
-                opened = await open_off_loop(value, key)
+            # not under the deadline: Redis has done its part, and must not be blamed for a processor that is busy
+            opened = await open_off_loop(value, key)
         except CorruptRecord as error:
             opened = str(error)
         if isinstance(opened, Record):
@@ -119,50 +133,77 @@ class RedisTier(Tier):
         self._check(deadline)
         if record.num_bytes > MAX_RECORD_BYTES:
             raise InvalidRequest("the record is too large", limit_bytes=MAX_RECORD_BYTES, seen=record.num_bytes)
-        name = format_name(record.key)
-        node = self._topology.node_for(name)
         if is_striped(record.header):
             return await see_through(
                 self._background,
-                lambda: self._values.put_striped(node, record, deadline=deadline),
-                f"write a striped record to Redis at {node.address}",
+                lambda: self._values.put_striped(record, deadline=deadline),
+                "write a striped record to Redis",
                 deadline,
             )
-        return await self._values.store(node, name, record.data, "NX", deadline=deadline)
+        return await self._values.store(format_name(record.key), record.data, "NX", deadline=deadline)
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
         name = format_name(key)
-        node = self._topology.node_for(name)
-        head, removed = await node.control(("GETRANGE", name, 0, HEADER_BYTES - 1), ("UNLINK", name), deadline=deadline)
-        check_replies((head, removed), node.address)
+        commands = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, ("UNLINK", name))]
+        head, removed = await self._topology.ask(commands, deadline=deadline)
+        if not _is_foreign(head):
+            check_reply(head)
+        check_reply(removed)
         if isinstance(head, memoryview) and (header := striped_header(head, key)) is not None:
-            check_replies(await node.control(("UNLINK", *stripe_names(header)), deadline=deadline), node.address)
+            stripes = each_alone("UNLINK", stripe_names(header))
+            check_replies(await self._topology.ask(stripes, deadline=deadline))
         return removed == 1
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        """Give records an expiry, so that `volatile-*` policies may take them. Up to three round trips."""
+        self._check(deadline)
+        if not keys:
+            return
+        names = [format_name(key) for key in keys]
+        commands = [(name, command) for name in names for command in (("EXPIRE", name, _EVICTABLE_S), ("STRLEN", name))]
+        replies = await self._topology.ask(commands, deadline=deadline)
+        check_replies(replies[::2])
+        short = [index for index, length in enumerate(replies[1::2]) if length == HEADER_BYTES]
+        if not short:
+            return
+        heads = await self._topology.ask(each_alone("GET", [names[index] for index in short]), deadline=deadline)
+        stripes = [
+            (stripe, ("EXPIRE", stripe, _EVICTABLE_S))
+            for index, head in zip(short, heads, strict=True)
+            if isinstance(head, memoryview) and (header := striped_header(head, keys[index])) is not None
+            for stripe in stripe_names(header)
+        ]
+        if stripes:
+            check_replies(await self._topology.ask(stripes, deadline=deadline))
 
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         """Rename the record to `quarantine:<name>` for a week; stripes get that expiry in place."""
         self._check(deadline)
         name = format_name(key)
-        node = self._topology.node_for(name)
         aside = f"quarantine:{name}"
-        head, renamed, _ = await node.control(
-            ("GETRANGE", name, 0, HEADER_BYTES - 1), ("RENAME", name, aside), ("EXPIRE", aside, _QUARANTINE_S),
-            deadline=deadline,
-        )  # fmt: skip
+        commands = [
+            (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
+            (name, ("RENAME", name, aside)),
+            (name, ("EXPIRE", aside, _QUARANTINE_S)),
+        ]
+        head, renamed, _ = await self._topology.ask(commands, deadline=deadline)
         if isinstance(renamed, ErrorReply):
             if "no such key" in renamed.message:
                 return
-            check_reply(renamed, node.address)
+            check_reply(renamed)
         self._num_quarantined += 1
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
         _log.warning("record quarantined tier=%s key=%s reason=%s name=%s", self.name, key, reason, aside)
         if isinstance(head, memoryview) and (header := striped_header(head, key)) is not None:
-            expiries = (("EXPIRE", stripe, _QUARANTINE_S) for stripe in stripe_names(header))
-            await node.control(*expiries, deadline=deadline)
+            expiries = [(stripe, ("EXPIRE", stripe, _QUARANTINE_S)) for stripe in stripe_names(header)]
+            await self._topology.ask(expiries, deadline=deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         pattern = (namespace_root(namespace) if namespace is not None else f"{ROOT}/") + "*"
-        for node in self._topology.nodes():
+        self._check_open()
+        for node in await self._topology.nodes(Deadline.after(_SCAN_STEP_S)):
             seen: set[RecordKey] = set()  # SCAN may answer a name twice
             cursor: object = b"0"
             while cursor is not None:
@@ -170,27 +211,27 @@ class RedisTier(Tier):
                 deadline = Deadline.after(_SCAN_STEP_S)
                 scan = ("SCAN", cursor if isinstance(cursor, bytes) else b"0", "MATCH", pattern, "COUNT", _SCAN_COUNT)
                 (reply,) = await node.control(scan, deadline=deadline)
-                check_reply(reply, node.address)
+                check_reply(reply)
                 if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
                     raise Unavailable("Redis answered SCAN in an unknown form", address=node.address)
                 cursor = None if reply[0] == b"0" else reply[0]
                 keys = [key for key in map(_record_key, reply[1]) if key is not None and key not in seen]
                 keys = list(dict.fromkeys(keys))
                 seen.update(keys)
-                for key, num_bytes in zip(keys, await self._sizes(node, keys, deadline), strict=True):
+                for key, num_bytes in zip(keys, await self._sizes(keys, deadline), strict=True):
                     if num_bytes:
                         yield Entry(key, num_bytes)
 
-    async def _sizes(self, node: Node, keys: Sequence[RecordKey], deadline: Deadline) -> list[int]:
-        """Bytes of records on one node, striped ones included; 0 for what is gone."""
+    async def _sizes(self, keys: Sequence[RecordKey], deadline: Deadline) -> list[int]:
+        """Bytes of records, striped ones included; 0 for what is gone."""
         if not keys:
             return []
         names = [format_name(key) for key in keys]
-        replies = await node.control(*(("STRLEN", name) for name in names), deadline=deadline)
+        replies = await self._topology.ask(each_alone("STRLEN", names), deadline=deadline)
         sizes = [reply if isinstance(reply, int) else 0 for reply in replies]
         short = [index for index, num_bytes in enumerate(sizes) if num_bytes == HEADER_BYTES]
         if short:
-            heads = await node.control(*(("GET", names[index]) for index in short), deadline=deadline)
+            heads = await self._topology.ask(each_alone("GET", [names[index] for index in short]), deadline=deadline)
             for index, head in zip(short, heads, strict=True):
                 if isinstance(head, memoryview) and (header := striped_header(head, keys[index])) is not None:
                     sizes[index] = HEADER_BYTES + header.payload_bytes
@@ -199,29 +240,41 @@ class RedisTier(Tier):
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
         name = manifest_name(namespace)
-        node = self._topology.node_for(name)
-        check_replies(await node.control(("SET", name, manifest), deadline=deadline), node.address)
+        check_replies(await self._topology.ask([(name, ("SET", name, manifest))], deadline=deadline))
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)
         name = manifest_name(namespace)
-        node = self._topology.node_for(name)
-        (reply,) = await node.control(("GET", name), deadline=deadline)
-        check_reply(reply, node.address)
+        (reply,) = await self._topology.ask([(name, ("GET", name))], deadline=deadline)
+        check_reply(reply)
         return bytes(reply) if isinstance(reply, memoryview) else None
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         """The servers' memory as they tell it, other users of theirs included."""
+        facts = await self.facts(deadline=deadline)
+        limits = [server.limit_bytes for server in facts]
+        limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
+        return TierUsage(None, sum(server.used_bytes for server in facts), limit_bytes, self._num_quarantined)
+
+    async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
+        """What the servers that hold records tell about themselves, for `concerns_of` and for operators."""
         self._check(deadline)
-        used_bytes = limit_bytes = 0
-        for node in self._topology.nodes():
-            (reply,) = await node.control(("INFO", "memory"), deadline=deadline)
-            check_reply(reply, node.address)
-            lines = bytes(reply).decode().splitlines() if isinstance(reply, memoryview) else []
-            facts = dict(line.split(":", 1) for line in lines if ":" in line)
-            used_bytes += int(facts.get("used_memory", 0))
-            limit_bytes += int(facts.get("maxmemory", 0))
-        return TierUsage(None, used_bytes, limit_bytes or None, self._num_quarantined)
+
+        async def ask(node: Node) -> ServerFacts:
+            now_s = asyncio.get_running_loop().time
+            # the first answer may include a connection attempt
+            check_replies(await node.control(("PING",), deadline=deadline))
+            started_s = now_s()
+            check_replies(await node.control(("PING",), deadline=deadline))
+            latency_s = now_s() - started_s
+            (reply,) = await node.control(("INFO",), deadline=deadline)
+            check_reply(reply)
+            return parse_info(bytes(reply) if isinstance(reply, memoryview) else b"", node.address, latency_s)
+
+        return await gather_all([ask(node) for node in await self._topology.nodes(deadline)])
+
+    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
+        return concerns_of(await self.facts(deadline=deadline))
 
     async def aclose(self) -> None:
         if not self._closed:
@@ -238,14 +291,19 @@ class RedisTier(Tier):
         check_deadline(deadline, self.name)
 
 
-def _size_of(reply: Reply, node: Node) -> int | None:
+def _size_of(reply: Reply) -> int | None:
     """What a STRLEN tells of a record: its bytes, 0 when it is there but they are unknown, `None` when it is not."""
-    if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
+    if _is_foreign(reply):
         return 0  # there, and no record: the next get puts it aside
-    check_reply(reply, node.address)
+    check_reply(reply)
     if not isinstance(reply, int) or reply == 0:
         return None
     return 0 if reply == HEADER_BYTES else reply
+
+
+def _is_foreign(reply: Reply) -> bool:
+    """The name holds something that is no string."""
+    return isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
 
 
 def _record_key(name: Reply) -> RecordKey | None:

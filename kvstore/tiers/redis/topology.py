@@ -1,24 +1,43 @@
-"""Which node a name lives on."""
+"""Which node a name lives on, and asking it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvstore.tiers.redis.node import Node
-from kvstore.tiers.redis.url import RedisUrl
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.locations_redis import RedisLocation
+from kvstore.tiers.redis.access import Access
+from kvstore.tiers.redis.cluster import Cluster
+from kvstore.tiers.redis.connection import Sink
+from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.resp import Command, Reply
+from kvstore.tiers.redis.sentinels import BehindSentinels
 
-__all__ = ["Standalone", "Topology"]
+__all__ = ["Standalone", "Topology", "open_topology"]
 
 
 class Topology(Protocol):
-    """Maps names to nodes. All keys of one record share a hash tag, so they are on one node in any topology."""
+    """Sends commands to the nodes that their names live on; replies that are errors are `ErrorReply` values.
 
-    def node_for(self, name: str) -> Node:
-        """The node that holds `name`."""
+    All names of one record share a hash tag, so they are on one node in any topology.
+    """
+
+    async def ask(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
+        """Run small commands, each with the name it is about: one round trip for each node that holds any of them.
+
+        Commands about one name are run in their order.
+
+        Raises:
+            Unavailable: A node that is needed does not answer, or the deadline came first.
+        """
         ...
 
-    def nodes(self) -> Sequence[Node]:
+    async def move(self, name: str, command: Command, *, deadline: Deadline, sink: Sink | None = None) -> Reply:
+        """Run a command that carries the bytes of `name`; errors as `ask`."""
+        ...
+
+    async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         """Every node that holds records, once."""
         ...
 
@@ -27,16 +46,34 @@ class Topology(Protocol):
         ...
 
 
+def open_topology(location: RedisLocation, num_data_connections: int) -> Topology:
+    """What stands at a location; no I/O yet but for certificates.
+
+    Raises:
+        InvalidRequest: A certificate cannot be used.
+    """
+    if location.mode == "cluster":
+        return Cluster(location, num_data_connections)
+    if location.mode == "sentinel":
+        return BehindSentinels(location, num_data_connections)
+    return Standalone(location, num_data_connections)
+
+
 class Standalone:
     """One server."""
 
-    def __init__(self, url: RedisUrl, num_data_connections: int) -> None:
-        self._node = Node(url, num_data_connections)
+    def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
+        (address,) = location.addresses
+        self._node = Node(Access.to_servers(location), at(address), str(address), num_data_connections)
 
-    def node_for(self, name: str) -> Node:
-        return self._node
+    async def ask(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
+        return await self._node.control(*(command for _, command in commands), deadline=deadline)
 
-    def nodes(self) -> Sequence[Node]:
+    async def move(self, name: str, command: Command, *, deadline: Deadline, sink: Sink | None = None) -> Reply:
+        (reply,) = await self._node.data(command, deadline=deadline, sink=sink)
+        return reply
+
+    async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         return (self._node,)
 
     async def aclose(self) -> None:

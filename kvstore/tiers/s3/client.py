@@ -1,17 +1,24 @@
-"""The S3 client: how it is configured, and how bytes get into a buffer."""
+"""The S3 client: how it is configured, and every request but those for records, which `objects.py` makes."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aioboto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
+from botocore.httpsession import where
+from botocore.utils import get_environ_proxies
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.tiers.s3.failures import Absent, NoBucket, translated
+from kvstore.runtime.meters import Meters
+from kvstore.tiers.s3.connections import Connections
+from kvstore.tiers.s3.failures import Absent, NoBucket, Throttled, translated
+from kvstore.tiers.s3.objects import Objects
+from kvstore.tiers.s3.pacing import Pace
 
 __all__ = ["S3Client"]
 
@@ -21,15 +28,29 @@ _READ_S = 20.0
 _ATTEMPTS = 3
 
 
-class S3Client:
-    """Requests on one bucket; make one with `open`. Foreign exceptions do not leave it (see `failures`)."""
+_VERBS = {"ListObjectsV2": "LIST", "CopyObject": "COPY"}
+"""What is counted apart from its HTTP method, because it costs otherwise."""
 
-    def __init__(self, bucket: str, client: Any, stack: AsyncExitStack) -> None:
+
+class S3Client:
+    """Requests on one bucket; make one with `open`. Foreign exceptions do not leave it (see `failures`).
+
+    Attributes:
+        bucket: Its name.
+        endpoint: Where it is.
+        objects: The byte path; `None` behind an HTTP proxy, which it does not know.
+    """
+
+    def __init__(self, bucket: str, client: Any, stack: AsyncExitStack, pace: Pace, meters: Meters) -> None:
         self.bucket = bucket
         self.endpoint: str = client.meta.endpoint_url
+        self.objects: Objects | None = None
         self._client = client
         self._stack = stack
+        self._pace = pace
+        self._meters = meters
         self._bucket_seen = False
+        client.meta.events.register("before-send.s3", self._count)
 
     @classmethod
     async def open(
@@ -41,6 +62,7 @@ class S3Client:
         access_key: str | None,
         secret_key: str | None,
         num_connections: int,
+        meters: Meters,
     ) -> S3Client:
         """Make the client; sends nothing to the bucket. What is `None` comes from the usual AWS environment.
 
@@ -69,18 +91,68 @@ class S3Client:
                     config=config,
                 )
             )
-        except (BotoCoreError, ValueError) as error:
+            self = cls(bucket, client, stack, Pace(num_connections), meters)
+            if not get_environ_proxies(self.endpoint):
+                tls = ssl.create_default_context(cafile=session._session.get_config_variable("ca_bundle") or where())
+                self.objects = Objects(
+                    bucket,
+                    self.endpoint,
+                    client.meta.region_name,
+                    await session.get_credentials(),
+                    connections=Connections(self.endpoint, tls, num_idle_max=num_connections),
+                    pace=self._pace,
+                    meters=meters,
+                )
+        except (BotoCoreError, ValueError, OSError) as error:
             await stack.aclose()
             raise InvalidRequest("the AWS settings are wrong", bucket=bucket, error=error) from error
         except BaseException:
             await stack.aclose()
             raise
-        return cls(bucket, client, stack)
+        return self
+
+    def _count(self, request: Any, event_name: str, **_: Any) -> None:
+        """Called by botocore before each attempt."""
+        verb = _VERBS.get(event_name.rpartition(".")[2], request.method)
+        self._meters.add("s3_requests", verb=verb)
+
+    @asynccontextmanager
+    async def _request(self) -> AsyncIterator[None]:
+        """One request, at the endpoint's pace, with the errors of this package."""
+        try:
+            async with self._pace.turn():
+                with translated(self.bucket, self.endpoint):
+                    yield
+        except Throttled:
+            self._meters.add("s3_throttled")
+            raise
+
+    async def get_record(self, name: str, allocate: Callable[[int], memoryview]) -> memoryview | None:
+        """`get`, by the byte path where there is one."""
+        if self.objects is None:
+            return await self.get(name, allocate)
+        try:
+            data = await self.objects.get(name, allocate)
+        except NoBucket as error:
+            raise self._no_bucket() from error
+        self._bucket_seen = True
+        return data
+
+    async def put_record(self, name: str, body: memoryview) -> None:
+        """`put` where there is none, by the byte path where there is one."""
+        if self.objects is None:
+            await self.put(name, bytes(body), if_absent=True)  # the client takes no memoryview
+            return
+        try:
+            await self.objects.put(name, body)
+        except NoBucket as error:
+            raise self._no_bucket() from error
+        self._bucket_seen = True
 
     async def head(self, name: str) -> int | None:
         """Bytes of an object, or `None`."""
         try:
-            with translated(self.bucket, self.endpoint):
+            async with self._request():
                 answer = await self._client.head_object(Bucket=self.bucket, Key=name)
         except Absent:
             # A HEAD has no body to tell a missing object from a missing bucket.
@@ -95,7 +167,7 @@ class S3Client:
     async def get(self, name: str, allocate: Callable[[int], memoryview]) -> memoryview | None:
         """The bytes of an object in the buffer that `allocate` returns for their number, or `None`."""
         try:
-            with translated(self.bucket, self.endpoint):
+            async with self._request():
                 answer = await self._client.get_object(Bucket=self.bucket, Key=name)
                 num_bytes = int(answer["ContentLength"])
                 async with answer["Body"] as body:
@@ -122,7 +194,7 @@ class S3Client:
         """
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         try:
-            with translated(self.bucket, self.endpoint):
+            async with self._request():
                 await self._client.put_object(Bucket=self.bucket, Key=name, Body=body, **condition)
         except (NoBucket, Absent) as error:
             raise self._no_bucket() from error
@@ -131,7 +203,7 @@ class S3Client:
     async def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error."""
         try:
-            with translated(self.bucket, self.endpoint):
+            async with self._request():
                 await self._client.delete_object(Bucket=self.bucket, Key=name)
         except NoBucket as error:
             raise self._no_bucket() from error
@@ -141,9 +213,9 @@ class S3Client:
     async def copy(self, source: str, target: str) -> bool:
         """Copy an object inside the bucket. False: it is not there."""
         try:
-            with translated(self.bucket, self.endpoint):
-                where = {"Bucket": self.bucket, "Key": source}
-                await self._client.copy_object(Bucket=self.bucket, Key=target, CopySource=where)
+            async with self._request():
+                origin = {"Bucket": self.bucket, "Key": source}
+                await self._client.copy_object(Bucket=self.bucket, Key=target, CopySource=origin)
         except Absent:
             return False
         except NoBucket as error:
@@ -155,7 +227,7 @@ class S3Client:
         token: dict[str, str] = {}
         while True:
             try:
-                with translated(self.bucket, self.endpoint):
+                async with self._request():
                     answer = await self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix, **token)
             except NoBucket as error:
                 raise self._no_bucket() from error
@@ -172,7 +244,7 @@ class S3Client:
             Unavailable: It is not; the message names the next step.
         """
         try:
-            with translated(self.bucket, self.endpoint):
+            async with self._request():
                 await self._client.head_bucket(Bucket=self.bucket)
         except (Absent, NoBucket) as error:
             raise self._no_bucket() from error
@@ -186,4 +258,6 @@ class S3Client:
 
     async def aclose(self) -> None:
         """Drop all connections. Idempotent."""
+        if self.objects is not None:
+            await self.objects.aclose()
         await self._stack.aclose()

@@ -1,4 +1,4 @@
-"""What an error of the S3 client means for a tier."""
+"""What an error of S3 means for a tier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionEr
 
 from kvstore.errors import Unavailable
 
-__all__ = ["Absent", "Conflict", "NoBucket", "Taken", "translated"]
+__all__ = [
+    "Absent",
+    "Conflict",
+    "NoBucket",
+    "Taken",
+    "Throttled",
+    "Transient",
+    "broken_off",
+    "cannot_connect",
+    "refusal",
+    "translated",
+]
 
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
 _POLICY = "give the credentials s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket, or use other ones"
@@ -25,10 +36,11 @@ _NEXT_STEP = {
     "403": f"{_CREDENTIALS}; {_POLICY}",
     "RequestTimeTooSkewed": "set this machine's clock",
     "PermanentRedirect": "name the bucket's own region and endpoint",
-    "SlowDown": _BUSY,
-    "503": _BUSY,
     "QuotaExceeded": "raise the quota or remove objects",
 }
+_BUSY_CODES = frozenset({"SlowDown", "503", "429", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
+_PASSING_CODES = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailable"})
+_PASSING_STATUS = frozenset({500, 502, 504})
 
 
 class Absent(Exception):
@@ -47,6 +59,41 @@ class Conflict(Exception):
     """A conditional put met another one under way."""
 
 
+class Transient(Unavailable):
+    """Asked again, it may go well."""
+
+
+class Throttled(Transient):
+    """The endpoint asks to be asked less."""
+
+
+def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
+    """The error for an answer that is no success: one of the outcomes above, or `Unavailable` with the next step."""
+    if code == "NoSuchBucket":
+        return NoBucket()
+    if code in ("NoSuchKey", "404", "NotFound"):
+        return Absent()
+    if code in ("PreconditionFailed", "412"):
+        return Taken()
+    if code in ("ConditionalRequestConflict", "OperationAborted", "409"):
+        return Conflict()
+    if code in _BUSY_CODES or status in (429, 503):
+        return Throttled(f"S3 refused a request: {_BUSY}", **where, code=code, status=status)
+    next_step = _NEXT_STEP.get(code, "see the endpoint's log")
+    kind = Transient if code in _PASSING_CODES or status in _PASSING_STATUS else Unavailable
+    return kind(f"S3 refused a request: {next_step}", **where, code=code, status=status)
+
+
+def cannot_connect(where: dict[str, str]) -> Transient:
+    """Nobody listens at the endpoint, or its name is unknown."""
+    return Transient("cannot connect to S3: check the endpoint's address and that something listens there", **where)
+
+
+def broken_off(where: dict[str, str], reason: object) -> Transient:
+    """A connection was lost before the answer was whole."""
+    return Transient("S3 did not answer in full: check the endpoint's health and the network", **where, error=reason)
+
+
 @contextmanager
 def translated(bucket: str, endpoint: str) -> Iterator[None]:
     """Turn errors of the client into `Unavailable` with the next step, or into one of the outcomes above."""
@@ -56,28 +103,12 @@ def translated(bucket: str, endpoint: str) -> Iterator[None]:
     except ClientError as error:
         answer = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        code = str(answer.get("Code", status))
-        if code == "NoSuchBucket":
-            raise NoBucket from error
-        if code in ("NoSuchKey", "404", "NotFound"):
-            raise Absent from error
-        if code in ("PreconditionFailed", "412"):
-            raise Taken from error
-        if code in ("ConditionalRequestConflict", "OperationAborted", "409"):
-            raise Conflict from error
-        next_step = _NEXT_STEP.get(code, "see the endpoint's log")
-        raise Unavailable(f"S3 refused a request: {next_step}", **where, code=code, status=status) from error
+        raise refusal(str(answer.get("Code", status)), status, where) from error
     except NoCredentialsError as error:
         raise Unavailable(
             "there are no S3 credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", **where
         ) from error
     except EndpointConnectionError as error:
-        raise Unavailable(
-            "cannot connect to S3: check the endpoint's address and that something listens there", **where
-        ) from error
+        raise cannot_connect(where) from error
     except (TimeoutError, BotoCoreError, HttpError, OSError) as error:
-        raise Unavailable(
-            "S3 did not answer in full: check the endpoint's health and the network",
-            **where,
-            error=type(error).__name__,
-        ) from error
+        raise broken_off(where, type(error).__name__) from error

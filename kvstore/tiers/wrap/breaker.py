@@ -18,7 +18,8 @@ class Breaker:
         notice_s: A shorter wait shows nothing.
         hang_s: A single wait of this length up to the deadline is proof.
         delay_first_s: Wait before the first probe; doubled with each that fails.
-        delay_max_s: The longest wait.
+        delay_max_s: The longest wait: a tier is used again so long after its return at the latest, for the price of
+            one small question per wait.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class Breaker:
         notice_s: float = 0.05,
         hang_s: float = 0.5,
         delay_first_s: float = 0.25,
-        delay_max_s: float = 15.0,
+        delay_max_s: float = 1.0,
     ) -> None:
         if failures_max < 1 or not 0 < delay_first_s <= delay_max_s or not 0 <= notice_s <= hang_s:
             raise InvalidRequest("the limits of a circuit breaker are out of range", failures_max=failures_max)

@@ -14,7 +14,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.wrap.breaker import Breaker
 
 __all__ = ["GuardedTier"]
@@ -47,6 +47,7 @@ class GuardedTier(Tier):
     ) -> None:
         self.name = inner.name
         self.inner = inner
+        inner.on_quarantine = self._put_aside
         self._meters = meters
         self._breaker = breaker or Breaker()
         self._calls_max = calls_max
@@ -94,6 +95,10 @@ class GuardedTier(Tier):
         with self._call(deadline):
             return await self.inner.delete(key, deadline=deadline)
 
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        with self._call(deadline):
+            await self.inner.allow_eviction(keys, deadline=deadline)
+
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         with self._call(deadline):
             await self.inner.quarantine(key, reason, deadline=deadline)
@@ -116,10 +121,18 @@ class GuardedTier(Tier):
         with self._call(deadline):
             return await self.inner.usage(deadline=deadline)
 
+    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
+        with self._call(deadline):
+            return await self.inner.concerns(deadline=deadline)
+
     async def aclose(self) -> None:
         self._closed = True
         await self._background.aclose()
         await self.inner.aclose()
+
+    def _put_aside(self, key: RecordKey, reason: str) -> None:
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
 
     @contextmanager
     def _call(self, deadline: Deadline) -> Iterator[None]:

@@ -1,45 +1,61 @@
-"""A service over memory and a directory, in a process to kill, freeze and start again."""
+"""A store service in a process to kill, freeze and start again."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvstore.client import BlockingStore
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.servers.process import ServerProcess
 
-__all__ = ["DirectoryService"]
+__all__ = ["DirectoryService", "Service"]
 
 _PATIENCE_S = 20.0
 
 
-class DirectoryService:
-    """`kvstore serve` on a Unix socket with its records in a directory; a context manager that leaves nothing running.
+class Service:
+    """`kvstore serve` on a Unix socket; a context manager that leaves nothing running.
+
+    Args:
+        folder: For its socket and log.
+        flags: Settings, as flags of `kvstore serve`.
+        environment: Further environment variables.
+        launcher: Command that becomes the service by `exec`, in front of it.
+        module: What is run.
 
     Attributes:
-        url: For engines.
-        records: Folder of the records.
+        url: For engines; the same for every service of one folder, so that one takes over from another.
     """
 
-    def __init__(self, folder: Path, *, verifies: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: Mapping[str, str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        module: str = "kvstore.cli",
+    ) -> None:
         self.url = f"unix:{folder / 'service.sock'}"
-        self.records = folder / "records"
-        self._log = folder / "service.log"
-        self._module = "kvstore.cli" if verifies else "tests.connector.support.unverified"
-        self._process: subprocess.Popen[bytes] | None = None
+        command = [*launcher, sys.executable, "-m", module, "serve", "--listen", self.url]
+        for name, value in flags.items():
+            command += [f"--{name.replace('_', '-')}", value]
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
+        self._process = ServerProcess(command, folder / "service.log", {**own, **(environment or {})})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def start(self) -> None:
         """Return when it answers."""
-        command = [sys.executable, "-m", self._module, "serve", "--listen", self.url, "--memory-bytes", "512MiB"]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*command, "--cold", f"file://{self.records}"], stdout=log, stderr=log)
+        self._process.start()
         self.status()
 
     def status(self) -> Mapping[str, Any]:
@@ -49,43 +65,63 @@ class DirectoryService:
                 try:
                     return store.status(deadline=Deadline.after(2.0))
                 except KVStoreError:
-                    assert self._process is not None
-                    if self._process.poll() is not None or time.monotonic() > ends_s:
-                        raise RuntimeError(f"the service does not answer:\n{self._log.read_text()[-2000:]}") from None
+                    if not self._process.running or time.monotonic() > ends_s:
+                        raise RuntimeError(f"the service does not answer:\n{self._process.log_tail()}") from None
                     time.sleep(0.05)
 
-    def settle(self) -> None:
-        """Return when every saved record is on disk."""
-        ends_s = time.monotonic() + _PATIENCE_S
-        while any(queue["records"] for queue in self.status()["write_back"].values()):
-            assert time.monotonic() < ends_s, "records do not reach the disk"
+    def settle(self, patience_s: float = _PATIENCE_S) -> None:
+        """Return when every saved record is in the slower tiers."""
+        ends_s = time.monotonic() + patience_s
+        while True:
+            queues = self.status()["write_back"]
+            if not any(queue["records"] for queue in queues.values()):
+                return
+            assert time.monotonic() < ends_s, f"records do not reach the slower tiers: {queues}"
             time.sleep(0.05)
 
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
+    def leases_end(self, patience_s: float = _PATIENCE_S) -> bool:
+        """Whether every lease is given back in time, none by running out, and nothing is held in memory for one."""
+        ends_s = time.monotonic() + patience_s
+        while (leases := self.status()["leases"])["active"] and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        return (leases["active"], leases["expired"], leases["pinned_bytes"]) == (0, 0, 0)
 
     def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        self._process.freeze()
 
     def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
+        self._process.thaw()
 
     def kill(self) -> None:
         """SIGKILL, and wait. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill9()
 
     def stop(self) -> None:
         """An orderly end, with everything written."""
-        assert self._process is not None
-        self._process.terminate()
-        assert self._process.wait(_PATIENCE_S) == 0
+        self._process.stop(_PATIENCE_S)
+        assert self._process.exit_status == 0, self._process.log_tail()
 
-    def __enter__(self) -> DirectoryService:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class DirectoryService(Service):
+    """Keeps its records in memory and a directory, which is read anew at each start: tests change files meanwhile.
+
+    Attributes:
+        records: Folder of the records.
+    """
+
+    def __init__(self, folder: Path, *, verifies: bool = True) -> None:
+        self.records = folder / "records"
+        flags = {"memory_bytes": "512MiB", "cold": f"file://{self.records}"}
+        module = "kvstore.cli" if verifies else "tests.connector.support.unverified"
+        super().__init__(folder, flags, module=module)
+
+    def stop(self) -> None:
+        super().stop()
+        (self.records / "index").unlink(missing_ok=True)

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.api import Deadline, SaveOutcome, Staged
+from kvstore.api import Deadline, Retention, SaveOutcome, Staged
 from kvstore.client import ClientOptions, RemoteStore, connect, parse_address
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
+from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_store import DictStore
+from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.memory import MemoryTier
 
 PROMPT = Prompt(ATTENTION, "calls", 256, payload_bytes=2 << 20)
 
@@ -286,3 +289,21 @@ async def test_bugs_in_the_store_cost_one_answer(node: Node, caplog: pytest.LogC
     assert "Traceback" in caplog.text
     await client.open_namespace(PROMPT.description, deadline=soon())
     assert client._pool.num_connects == 3
+
+
+async def test_a_retention_hint_reaches_the_store(tmp_path: Path) -> None:
+    """Of two records, the one that is of use for a short time only does not go to the slower tier."""
+    cold = FaultyTier(MemoryTier(64 << 20), name="s3")
+    behind = TieredStore(MemoryTier(64 << 20), cold=cold)
+    server = Server(behind)
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    client = connect(str(server.addresses[0]))
+    first, second = PROMPT.records()[:2]
+    await client.open_namespace(PROMPT.description, deadline=soon())
+    assert await client.save(first, retention=Retention.SHORT, deadline=soon()) is SaveOutcome.STORED
+    assert await client.save(second, deadline=soon()) is SaveOutcome.STORED
+    assert await behind.drain(soon()) == 0
+    assert cold.keys_put == [second.key]
+    await client.aclose()
+    await server.aclose()
+    await behind.aclose()

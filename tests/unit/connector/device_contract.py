@@ -14,20 +14,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from connector.canonical.attention import AttentionPages
-from connector.canonical.runs import BlockRun
+from connector.canonical.runs import BlockRun, LayerGeometry
 from connector.canonical.slices import HeadGrid
-from connector.device.base import BlockCopier
+from connector.device.base import BlockCopier, Fence, PageGather
+from connector.device.streams import DONE
 from kvstore.errors import InternalError
 
+SHARED = settings(suppress_health_check=[HealthCheck.differing_executors])
+"""One test of several classes is what this suite is for."""
+
 LAYOUTS = ("layer_outer", "block_outer", "head_outer", "padded")
+"""A head's tokens stand together, as the CPU backend needs it, or"""
+GPU_LAYOUTS = (*LAYOUTS, "token_outer", "block_token_outer", "block_head_outer")
+"""lie anywhere."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,9 @@ class Cache:
 
     Attributes:
         layout: `layer_outer` [layer, block, head, token, channel], `block_outer` [block, layer, ...], `head_outer`
-            [layer, head, block, ...], `padded`: block_outer with unused bytes after each head and each block.
+            [layer, head, block, ...], `padded`: block_outer with unused bytes after each head and each block,
+            `token_outer` [layer, block, token, head, channel], `block_token_outer` [block, layer, token, ...],
+            `block_head_outer` [block, head, layer, token, ...].
     """
 
     layout: str
@@ -49,10 +58,6 @@ class Cache:
     seed: int
     device: str
 
-    @property
-    def cell_bytes(self) -> int:
-        return self.block_tokens * self.channels * self.element_bytes
-
     def tensors(self) -> list[torch.Tensor]:
         """The layers: views [blocks, heads, tokens, channels] of one allocation."""
         dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[self.element_bytes]
@@ -61,11 +66,15 @@ class Cache:
         head = cell + pad
         block = self.num_heads * head + pad
         layers, blocks, heads = self.num_layers, self.num_blocks, self.num_heads
-        strides = {  # (layer, block, head), in elements
-            "layer_outer": (blocks * block, block, head),
-            "block_outer": (block, layers * block, head),
-            "head_outer": (blocks * block, cell, blocks * cell),
-            "padded": (block, layers * block, head),
+        channels, row = self.channels, heads * self.channels
+        strides = {  # (layer, block, head, token), in elements
+            "layer_outer": (blocks * block, block, head, channels),
+            "block_outer": (block, layers * block, head, channels),
+            "head_outer": (blocks * block, cell, blocks * cell, channels),
+            "padded": (block, layers * block, head, channels),
+            "token_outer": (blocks * block, block, channels, row),
+            "block_token_outer": (block, layers * block, channels, row),
+            "block_head_outer": (cell, layers * block, layers * cell, channels),
         }[self.layout]
         start = 3  # the storage does not begin with the cache
         total = start + layers * blocks * block
@@ -73,17 +82,21 @@ class Cache:
         raw = torch.randint(0, 256, (total * self.element_bytes,), dtype=torch.uint8, generator=generator)
         memory = raw.to(self.device).view(dtype)
         shape = (blocks, heads, self.block_tokens, self.channels)
-        inner = (strides[1], strides[2], self.channels, 1)
+        inner = (*strides[1:], 1)
         return [torch.as_strided(memory, shape, inner, start + layer * strides[0]) for layer in range(layers)]
 
     def plan(self, tensors: Sequence[torch.Tensor], num_slices: int) -> AttentionPages:
-        return AttentionPages(
-            num_layers=self.num_layers,
-            grid=HeadGrid(self.num_heads, num_slices),
-            first_head=0,
-            block_tokens=self.block_tokens,
-            cell_bytes=self.cell_bytes,
+        layer = LayerGeometry(
+            parts=1,
+            part_stride=0,
+            heads=self.num_heads,
             head_stride=tensors[0].stride(1) * self.element_bytes,
+            tokens=self.block_tokens,
+            token_stride=tensors[0].stride(2) * self.element_bytes,
+            content_bytes=self.channels * self.element_bytes,
+        )
+        return AttentionPages(
+            grid=HeadGrid(self.num_heads, num_slices), first_slice=0, layers=[layer] * self.num_layers
         )
 
 
@@ -92,7 +105,7 @@ def caches(draw: st.DrawFn, device: str) -> tuple[Cache, int]:
     """A cache and a number of slices that divides its heads."""
     slices = draw(st.integers(1, 3))
     cache = Cache(
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(GPU_LAYOUTS)),
         num_layers=draw(st.integers(1, 3)),
         num_blocks=draw(st.integers(3, 9)),
         num_heads=slices * draw(st.integers(1, 2)),
@@ -134,6 +147,15 @@ def byte_moves(
     return moves
 
 
+def split(page: torch.Tensor, width: int) -> torch.Tensor:
+    """The byte planes of elements of `width` bytes, the highest first."""
+    return torch.cat([page[plane::width] for plane in reversed(range(width))])
+
+
+def joined(page: torch.Tensor, width: int) -> torch.Tensor:
+    return page.view(width, -1).flip(0).t().reshape(-1)
+
+
 def host_page(num_bytes: int, fill: int) -> torch.Tensor:
     # a view into a larger buffer, as staging buffers are
     buffer = torch.full((num_bytes + 7,), fill, dtype=torch.uint8)
@@ -146,11 +168,28 @@ class BlockCopierContract(ABC):
     device: ClassVar[str]
 
     @abstractmethod
-    def make(self, layers: Sequence[torch.Tensor]) -> BlockCopier:
-        """The copier for these layers."""
+    def make(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> BlockCopier:
+        """The copier for these layers, each in the feed given for it, or all in one."""
 
-    def settle(self) -> None:  # noqa: B027 - most devices have nothing to wait for
-        """Wait until everything is done that was ordered so far; a device with streams overrides this."""
+    def fence(self) -> Fence:
+        """The device's fence; one with streams overrides this."""
+        return DONE
+
+    def gather(self, copier: BlockCopier, runs: Sequence[BlockRun], ids: Sequence[Sequence[int]], page: Any) -> None:
+        """Gather one page and make it canonical."""
+        [ticket] = copier.gather_all([PageGather(runs, ids, page)])
+        assert ticket is not None
+        ticket.wait()
+        page.copy_(joined(page, copier.plane_width))
+
+    def scatter(
+        self, copier: BlockCopier, runs: Sequence[BlockRun], ids: Sequence[Sequence[int]], page: Any, first_block: int
+    ) -> None:
+        """Scatter a canonical page."""
+        source = split(page, copier.plane_width)
+        kept = source.clone()
+        copier.scatter(runs, ids, source, first_block, self.fence())
+        assert torch.equal(source, kept)
 
     def check_gather(self, layers: Sequence[torch.Tensor], runs: Sequence[BlockRun], ids: list[int], size: int) -> None:
         before = storage(layers[0])
@@ -158,8 +197,7 @@ class BlockCopierContract(ABC):
         expected = page.clone()
         for here, there in byte_moves(layers, runs, ids):
             expected[there] = before[here]
-        self.make(layers).gather(runs, ids, page)
-        self.settle()
+        self.gather(self.make(layers), runs, [ids], page)
         assert torch.equal(page, expected)
         assert torch.equal(storage(layers[0]), before)
 
@@ -167,15 +205,13 @@ class BlockCopierContract(ABC):
         self, layers: Sequence[torch.Tensor], runs: Sequence[BlockRun], ids: list[int], size: int, first_block: int = 0
     ) -> None:
         page = torch.randint(0, 256, (size + 7,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))[7:]
-        kept = page.clone()
         expected = storage(layers[0])
         for here, there in byte_moves(layers, runs, ids, first_block):
             expected[here] = page[there]
-        self.make(layers).scatter(runs, ids, page, first_block)
-        self.settle()
+        self.scatter(self.make(layers), runs, [ids], page, first_block)
         assert torch.equal(storage(layers[0]), expected)
-        assert torch.equal(page, kept)
 
+    @SHARED
     @given(st.data())
     def test_gather_is_the_reference(self, data: st.DataObject) -> None:
         """Any layout, any blocks in any order: a page holds what the runs mean, and the cache is untouched."""
@@ -186,6 +222,7 @@ class BlockCopierContract(ABC):
         slice_index = data.draw(st.integers(0, num_slices - 1))
         self.check_gather(layers, plan.runs(slice_index, len(ids)), ids, plan.decoded_bytes(len(ids)))
 
+    @SHARED
     @given(st.data())
     def test_scatter_writes_the_named_blocks_only(self, data: st.DataObject) -> None:
         """Part of a page goes to the named blocks of the slice's heads; every other byte of the allocation stays."""
@@ -199,6 +236,7 @@ class BlockCopierContract(ABC):
         runs = plan.runs(slice_index, span_blocks)
         self.check_scatter(layers, runs, ids, plan.decoded_bytes(span_blocks), first_block)
 
+    @SHARED
     @given(st.data())
     def test_round_trip_into_other_blocks(self, data: st.DataObject) -> None:
         """All slices gathered from some blocks and scattered to others make equal blocks, bit by bit."""
@@ -212,15 +250,13 @@ class BlockCopierContract(ABC):
         for slice_index in range(num_slices):
             page = host_page(plan.decoded_bytes(half), 0)
             runs = plan.runs(slice_index, half)
-            copier.gather(runs, source, page)
-            self.settle()
-            copier.scatter(runs, target, page, 0)
-        self.settle()
+            self.gather(copier, runs, [source], page)
+            self.scatter(copier, runs, [target], page, 0)
         for layer, blocks in zip(layers, wanted, strict=True):
             assert torch.equal(layer[target].view(torch.uint8), blocks.view(torch.uint8))
 
     @pytest.mark.parametrize("ids", [[1, 2, 3], [3, 2, 1], [5, 1, 3], [2, 3, 6, 7, 5], [4]])
-    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("layout", GPU_LAYOUTS)
     def test_orders_of_blocks(self, layout: str, ids: list[int]) -> None:
         """Neighbouring, descending, scattered and mixed ids, both ways."""
         cache = Cache(layout, 2, 8, 2, 4, 3, 2, 7, self.device)
@@ -229,21 +265,68 @@ class BlockCopierContract(ABC):
         self.check_gather(layers, plan.runs(1, len(ids)), ids, plan.decoded_bytes(len(ids)))
         self.check_scatter(layers, plan.runs(1, len(ids) + 2), ids, plan.decoded_bytes(len(ids) + 2), 1)
 
-    @pytest.mark.parametrize("page_stride", [6, 8])
-    def test_repeated_pieces(self, page_stride: int) -> None:
-        """Several pieces per block (tokens outside heads), close together or apart in the page."""
+    def test_every_layer_has_its_feed(self) -> None:
+        """Layers in several of the engine's groups are placed by a table each."""
+        cache = Cache("layer_outer", 3, 8, 1, 2, 3, 2, 5, self.device)
+        layers = cache.tensors()
+        plan, copier = cache.plan(layers, 1), self.make(layers, (0, 1, 0))
+        page = host_page(plan.decoded_bytes(2), 0)
+        self.gather(copier, plan.runs(0, 2), [[4, 2], [1, 7]], page)
+        content = [layer.view(torch.uint8).cpu() for layer in layers]
+        parts = [content[0][[4, 2]], content[1][[1, 7]], content[2][[4, 2]]]
+        assert torch.equal(page, torch.cat([part.reshape(-1) for part in parts]))
+        self.scatter(copier, plan.runs(0, 2), [[3], [5]], page, 1)
+        after = [layer.view(torch.uint8).cpu() for layer in layers]
+        assert all(
+            torch.equal(after[layer][to], content[layer][of])
+            for layer, to, of in ((0, 3, 2), (1, 5, 7), (2, 3, 2), (0, 5, 5), (1, 3, 3))
+        )
+
+    @pytest.mark.parametrize("apart", [False, True])
+    def test_repeated_pieces(self, apart: bool) -> None:
+        """Several pieces per block (tokens outside heads), close together or, with those of another run, in turn."""
         cache = Cache("layer_outer", 2, 8, 1, 4, 12, 1, 11, self.device)
         layers = cache.tensors()
-        per_block = 4 * page_stride
         runs = [
-            BlockRun(layer, 6 * half, 6, (2 * layer + half) * 3 * per_block, per_block, 4, 12, page_stride)
+            BlockRun(layer, 6 * half, 6, 144 * layer + 6 * half, 48, 4, 12, 12)
+            if apart
+            else BlockRun(layer, 6 * half, 6, 72 * (2 * layer + half), 24, 4, 12, 6)
             for layer in range(2)
             for half in range(2)
         ]
-        size = 4 * 3 * per_block
-        self.check_gather(layers, runs, [6, 2, 3], size)
-        self.check_scatter(layers, runs, [6, 2], size, 1)
-        self.check_scatter(layers, runs, [3, 4, 5], size)
+        self.check_gather(layers, runs, [6, 2, 3], 288)
+        self.check_scatter(layers, runs, [6, 2], 288, 1)
+        self.check_scatter(layers, runs, [3, 4, 5], 288)
+
+    def test_pieces_of_several_shapes(self) -> None:
+        """Layers that lie differently, some token by token and some whole, fill one page together."""
+        cache = Cache("layer_outer", 2, 8, 1, 4, 12, 1, 12, self.device)
+        layers = cache.tensors()
+        runs = [
+            BlockRun(0, 0, 6, 0, 24, 4, 12, 6),
+            BlockRun(0, 6, 6, 48, 24, 4, 12, 6),
+            BlockRun(1, 0, 48, 96, 48),
+        ]
+        self.check_gather(layers, runs, [6, 2], 192)
+        self.check_scatter(layers, runs, [3], 192, 1)
+        self.check_scatter(layers, runs, [5, 4], 192)
+
+    def test_many_pages_at_once(self) -> None:
+        """Pages of several slices and lengths in one call: each gets its own blocks, in the order they were given."""
+        cache = Cache("block_outer", 2, 9, 2, 4, 4, 2, 13, self.device)
+        layers = cache.tensors()
+        plan, copier, before = cache.plan(layers, 2), self.make(layers), storage(layers[0])
+        wanted = [(0, [3, 4]), (1, [3, 4]), (0, [8]), (1, [7, 1]), (0, [5, 6, 2]), (0, [6, 2, 5])]
+        pages = [
+            PageGather(plan.runs(index, len(ids)), [ids], host_page(plan.decoded_bytes(len(ids)), 0))
+            for index, ids in wanted
+        ]
+        for page, ticket in zip(pages, copier.gather_all(pages), strict=True):
+            assert ticket is not None
+            ticket.wait()
+            seen = joined(page.target, copier.plane_width)
+            for here, there in byte_moves(layers, page.runs, page.block_ids[0]):
+                assert seen[there] == before[here]
 
     def test_blocks_that_do_not_exist(self) -> None:
         """An id outside the cache, or the null block as target, is an error and never silence: nothing is written."""
@@ -253,9 +336,8 @@ class BlockCopierContract(ABC):
         page = host_page(plan.decoded_bytes(1), 1)
         for block_id in (4, 40, -1):
             with pytest.raises((InternalError, IndexError)):
-                copier.gather(plan.runs(0, 1), [1, block_id], host_page(plan.decoded_bytes(2), 1))
+                self.gather(copier, plan.runs(0, 2), [[1, block_id]], host_page(plan.decoded_bytes(2), 1))
         for block_id in (4, 40, -1, 0):
             with pytest.raises(InternalError):
-                copier.scatter(plan.runs(0, 1), [block_id], page, 0)
-        self.settle()
+                self.scatter(copier, plan.runs(0, 1), [[block_id]], page, 0)
         assert torch.equal(storage(layers[0]), before)

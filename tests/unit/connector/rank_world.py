@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,13 +65,13 @@ class Rank:
             element_bytes=element_bytes,
             dtype=dtype,
         )
-        self.shape = make_shape(HEADS, HEADS)
+        self.shape = make_shape(self.facts)
         self.cache = Cache(layout, 2, NUM_BLOCKS, self.heads, BLOCK, 6, element_bytes, seed, "cpu")
         self.layers = self.cache.tensors()
         self.bridge = bridge
         values = {"pinned_bytes": 8 * MIB, "stall_timeout_ms": 5000, **settings}
         self.side = WorkerSide(ConnectorSettings(**values), self.facts, self.shape, bridge, num_cores=2)
-        self.side.register(self.layers)
+        self.side.register(lambda _: self.layers)
         assert self.side.refusal is None
         self.description = describe_namespace(self.facts, self.shape, WEIGHTS)
         bridge.run(lambda store: store.inner.open_namespace(self.description, deadline=soon()))
@@ -94,7 +95,7 @@ class Rank:
                     0,
                     span.start,
                     end,
-                    SOURCE[span.start // BLOCK : end // BLOCK],
+                    (SOURCE[span.start // BLOCK : end // BLOCK],),
                 )
             )
         return StepJobs(saves=tuple(jobs))
@@ -124,7 +125,7 @@ class Rank:
 
     def load_job(self, staged: Staged, request_id: str = "r", local_tokens: int = 0) -> StepJobs:
         pieces = plan_load(
-            staged, [TARGET], local_tokens=local_tokens, resume_tokens=staged.resume_tokens, block_tokens=BLOCK
+            staged, self.shape.groups, [TARGET], local_tokens=local_tokens, resume_tokens=staged.resume_tokens
         )
         assert staged.lease is not None
         return StepJobs(loads=(LoadJob(request_id, staged.lease, pieces),))
@@ -151,17 +152,18 @@ class Rank:
         """Call `before` in front of every scatter."""
         loader = self.side.loader
         assert loader is not None
-        inner = loader._copier
+        inner = loader._groups[0].copier
 
         class Slow:
-            gather = staticmethod(inner.gather)
+            plane_width = inner.plane_width
+            gather_all = staticmethod(inner.gather_all)
 
             @staticmethod
             def scatter(*args: Any) -> None:
                 before()
                 inner.scatter(*args)
 
-        loader._copier = Slow()
+        loader._groups = (replace(loader._groups[0], copier=Slow()),)
 
 
 Make = Callable[..., Rank]

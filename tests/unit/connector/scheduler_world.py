@@ -10,6 +10,7 @@ from typing import Any
 from connector.identity import describe_namespace
 from connector.jobs import RankReport, StepJobs
 from connector.scheduler.ledger import RequestState
+from connector.scheduler.saves import Offer
 from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
 from connector.settings import ConnectorSettings
 from kvstore.format.record import Record
@@ -27,8 +28,8 @@ from tests.unit.connector.support import (
     tokens_of,
 )
 
-BLOCK_BYTES = 1000
-"""What one block of all slices takes in a rank's host memory, by what the scheduler side is told."""
+BLOCK_BYTES = make_facts().groups[0].rank_block_bytes
+"""What one block of all slices takes in a rank's host memory."""
 
 
 class World:
@@ -39,19 +40,25 @@ class World:
         side: What is tested.
     """
 
-    def __init__(self, bridge: LoopBridge, folder: Path, facts: dict[str, Any], settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        bridge: LoopBridge,
+        folder: Path,
+        facts: dict[str, Any],
+        settings: dict[str, Any],
+        refusals: dict[int, str | None] | None = None,
+    ) -> None:
         self.bridge = bridge
         self.facts = make_facts(**facts)
-        self.shape = make_shape()
+        self.shape = make_shape(self.facts)
         values = {"weights_id": WEIGHTS, "lookup_timeout_ms": 5000, **settings}
-        page_bytes = BLOCK_BYTES * self.shape.layout.page_tokens // BLOCK
         self.side = SchedulerSide(
             ConnectorSettings(**values),
             self.facts,
             self.shape,
             bridge,
-            rank_page_bytes=page_bytes,
             cache_folder=folder,
+            rank_refusals=refusals or {},
         )
 
     @property
@@ -59,7 +66,6 @@ class World:
         return self.bridge.store
 
     def become_ready(self) -> None:
-        self.side.set_rank_proofs(dict.fromkeys(range(self.facts.tp_size)), self.facts.tp_size)
         eventually(lambda: self.side.is_ready)
 
     def keep(self, name: str, count: int, ends: list[int] | None = None) -> list[Record]:
@@ -105,10 +111,15 @@ class World:
 
         eventually(staging)
 
-    def step(self, final: dict[str, int] | None = None, preempted: tuple[str, ...] = ()) -> StepJobs:
+    def step(
+        self,
+        final: dict[str, int] | None = None,
+        preempted: tuple[str, ...] = (),
+        offers: dict[str, list[Offer]] | None = None,
+    ) -> StepJobs:
         """One step; each request's block `i` has the id `100 + i`."""
         tables = {request_id: [tuple(range(100, 164))] for request_id in final or {}}
-        return self.side.plan_step(StepFacts(final or {}, tables, preempted))
+        return self.side.plan_step(StepFacts(final or {}, tables, offers or {}, preempted))
 
     def admit(self, request_id: str, external_tokens: int, local_tokens: int = 0) -> StepJobs:
         """vLLM allocates blocks `1..` for the request and makes a step."""
@@ -150,10 +161,10 @@ def world(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) ->
 
 
 @contextmanager
-def unready_world(folder: Path, **settings: Any) -> Iterator[World]:
-    """A world whose service does not answer `open_namespace` yet, and whose ranks have proven nothing yet."""
+def unready_world(folder: Path, refusals: dict[int, str | None] | None = None, **settings: Any) -> Iterator[World]:
+    """A world whose service does not answer `open_namespace` yet; its ranks may have refused their caches."""
     with bridge_to_memory() as bridge:
         bridge.store.held.add("open_namespace")
-        made = World(bridge, folder, {}, settings)
+        made = World(bridge, folder, {}, settings, refusals)
         yield made
         made.side.shutdown()

@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from connector.canonical.slices import HeadGrid
-from connector.facts import AttentionFacts, EngineFacts
-from connector.identity import CacheShape, describe_namespace
+from connector.facts import CellFacts, EngineFacts, GroupFacts
+from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.prefix_hash import PrefixChain
-from kvstore.api import Ack, Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
+from kvstore.api import Ack, Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.errors import Closed
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.kinds import FullAttention
-from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -130,9 +130,16 @@ class SteeredStore(PageStore):
         await self._pass("load", deadline, key)
         return self.on_load(await self.inner.load(lease, key, deadline=deadline, allocate=allocate))
 
-    async def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
         await self._pass("save", deadline)
-        return self.outcome or await self.inner.save(record, ack=ack, deadline=deadline)
+        return self.outcome or await self.inner.save(record, ack=ack, retention=retention, deadline=deadline)
 
     async def release(self, lease: LeaseId) -> None:
         self.calls["release"] += 1
@@ -210,9 +217,7 @@ def bridge_to_memory() -> Iterator[LoopBridge]:
 
 def make_facts(**changes: Any) -> EngineFacts:
     """An engine with two layers, two heads and blocks of 16 tokens."""
-    attention = {
-        "layer_names": ("layer.0", "layer.1"),
-        "block_tokens": BLOCK,
+    cells: dict[str, Any] = {
         "rank_heads": 2,
         "total_heads": 2,
         "head_size": 3,
@@ -220,7 +225,16 @@ def make_facts(**changes: Any) -> EngineFacts:
         "element_bytes": 4,
         "dtype": "float32",
     }
-    attention.update({name: changes.pop(name) for name in list(changes) if name in attention})
+    cells.update({name: changes.pop(name) for name in list(changes) if name in cells})
+    attention = GroupFacts(
+        kind=FullAttention(),
+        layer_names=("layer.0", "layer.1"),
+        feeds=(0, 0),
+        feed_groups=(0,),
+        block_tokens=BLOCK,
+        content=CellFacts(**cells),
+        packing={"backend": "test"},
+    )
     values: dict[str, Any] = {
         "vllm_version": "0.32.0",
         "model_path": "/nowhere/model",
@@ -230,22 +244,22 @@ def make_facts(**changes: Any) -> EngineFacts:
         "quantization": "none",
         "cache_dtype": "auto",
         "device": "cpu",
-        "packing": {"backend": "test"},
         "scheduler_block_tokens": BLOCK,
         "num_blocks": 64,
         "tp_rank": 0,
         "tp_size": 1,
-        "attention": AttentionFacts(**attention),
+        "groups": (attention,),
         "unsupported": None,
         "load_failure_policy": "recompute",
     }
     return EngineFacts(**{**values, **changes})
 
 
-def make_shape(heads: int = 2, num_slices: int = 2, page_tokens: int = PAGE) -> CacheShape:
-    """Pages of 64 tokens, so that small prompts have several."""
-    layout = Layout(page_tokens, (GroupLayout(FullAttention(), num_slices),))
-    return CacheShape(layout, HeadGrid(heads, num_slices), BLOCK)
+def make_shape(facts: EngineFacts) -> CacheShape:
+    """The engine's, but with pages of 64 tokens where they would be longer, so that small prompts have several."""
+    shape = read_shape(facts)
+    assert isinstance(shape, CacheShape)
+    return replace(shape, layout=Layout(min(PAGE, shape.layout.page_tokens), shape.layout.groups))
 
 
 def tokens_of(name: str, count: int) -> tuple[int, ...]:

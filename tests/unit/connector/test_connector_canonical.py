@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.canonical.attention import AttentionPages, page_tokens_for
-from connector.canonical.runs import BlockRun
-from connector.canonical.slices import MAX_HEAD_SHARES, HeadGrid, head_grid
+from connector.canonical.latent import latent_pages
+from connector.canonical.recurrent import StatePages, layer_bands
+from connector.canonical.runs import BlockRun, LayerGeometry
+from connector.canonical.slices import MAX_HEAD_SHARES, HeadGrid, SliceGrid, head_grid, heads_on_ranks
 from connector.canonical.tiling import prove_tiling
+from connector.canonical.window import within_windows
 from kvstore.errors import InvalidRequest
+from kvstore.model.kinds import ChunkedLocal, FullAttention, SlidingWindow
 
 Content = list[list[tuple[int, int]]]
 
@@ -31,14 +35,30 @@ def test_grid_is_the_finest_that_fits(heads: int) -> None:
 def test_ranks_share_out_the_slices(heads: int, ranks: int) -> None:
     """Ranks hold all slices once, in order; a number of ranks that would cut a slice is refused."""
     grid = head_grid(heads)
+    slices = SliceGrid(grid.num_slices)
     if grid.num_slices % ranks:
         with pytest.raises(InvalidRequest, match="must divide") as refusal:
-            grid.slices_of(0, ranks)
+            slices.slices_of(0, ranks)
         assert (refusal.value.details["tp"], refusal.value.details["num_slices"]) == (ranks, grid.num_slices)
         return
-    held = [grid.slices_of(rank, ranks) for rank in range(ranks)]
-    assert [index for slices in held for index in slices] == list(range(grid.num_slices))
-    assert len({len(slices) for slices in held}) == 1
+    held = [slices.slices_of(rank, ranks) for rank in range(ranks)]
+    assert [index for part in held for index in part] == list(range(grid.num_slices))
+    assert len({len(part) for part in held}) == 1
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16, 32]), st.binary(min_size=32, max_size=32))
+def test_replicas_take_turns(heads: int, ranks: int, prefix: bytes) -> None:
+    """With more ranks than heads neighbours hold the same slice, and exactly one of them writes each record of it."""
+    slices = heads_on_ranks(head_grid(heads), max(1, heads // ranks), ranks)
+    written = [index for rank in range(ranks) if slices.writes(rank, prefix) for index in slices.slices_of(rank, ranks)]
+    assert written == list(range(heads))
+
+
+@pytest.mark.parametrize(("heads", "rank_heads", "ranks"), [(6, 2, 4), (5, 3, 2), (16, 1, 16), (4, 1, 3), (2, 0, 2)])
+def test_uneven_shares_are_refused(heads: int, rank_heads: int, ranks: int) -> None:
+    """Ranks that hold parts of a share, or overlap in another way than as replicas, are not cached."""
+    with pytest.raises(InvalidRequest):
+        heads_on_ranks(head_grid(heads), rank_heads, ranks)
 
 
 def test_known_grids() -> None:
@@ -101,18 +121,23 @@ class Shape:
 
     @property
     def slices(self) -> range:
-        return self.grid.slices_of(self.rank, self.ranks)
+        return SliceGrid(self.num_slices).slices_of(self.rank, self.ranks)
 
-    def plan(self, **changes: int) -> AttentionPages:
-        values = {
-            "num_layers": self.layers,
-            "first_head": self.slices.start * self.heads_per_slice,
-            "block_tokens": self.block_tokens,
-            "cell_bytes": self.cell_bytes,
-            "head_stride": self.cell_bytes + self.gap_bytes,
-            **changes,
-        }
-        return AttentionPages(grid=self.grid, **values)
+    def plan(self, *, layers: int = 0, first_slice: int = 0, cell: int = 0, stride: int = 0) -> AttentionPages:
+        """The plan of this share, or one that is off by some layers, slices or bytes."""
+        # a cell is one "token" here: what is inside does not matter
+        layer = LayerGeometry(
+            parts=1,
+            part_stride=0,
+            heads=len(self.slices) * self.heads_per_slice,
+            head_stride=self.cell_bytes + self.gap_bytes + stride,
+            tokens=1,
+            token_stride=max(1, self.cell_bytes + cell),
+            content_bytes=max(1, self.cell_bytes + cell),
+        )
+        return AttentionPages(
+            grid=self.grid, first_slice=self.slices.start + first_slice, layers=[layer] * max(1, self.layers + layers)
+        )
 
     def content(self) -> Content:
         stride = self.cell_bytes + self.gap_bytes
@@ -163,30 +188,126 @@ def test_page_order(shape: Shape) -> None:
 
 
 @given(shapes(), st.integers(-3, 3), st.integers(-3, 3), st.integers(-3, 3), st.integers(-1, 1))
-def test_plans_for_another_cache_are_refused(shape: Shape, heads: int, cell: int, stride: int, layers: int) -> None:
-    """A plan that is off by some heads, bytes of a cell, of the stride or a layer does not pass for this cache."""
-    if not (heads or cell or stride or layers):
-        return
-    single_head = len(shape.slices) * shape.heads_per_slice == 1
-    if single_head and not (heads or cell or layers):
-        return  # with one head there is no stride to be wrong about
-    wrong = shape.plan(
-        first_head=shape.slices.start * shape.heads_per_slice + heads,
-        cell_bytes=max(1, shape.cell_bytes + cell),
-        head_stride=shape.cell_bytes + shape.gap_bytes + stride,
-        num_layers=max(1, shape.layers + layers),
-    )
+def test_plans_for_another_cache_are_refused(shape: Shape, slices: int, cell: int, stride: int, layers: int) -> None:
+    """A plan that is off by some slices, bytes of a cell, of the stride or a layer does not pass for this cache."""
+    wrong = shape.plan(first_slice=slices, cell=cell, stride=stride, layers=layers)
     same = shape.plan()
     if all(wrong.runs(index, 2) == same.runs(index, 2) for index in shape.slices):
         return
     with pytest.raises((InvalidRequest, IndexError)):
-        prove_tiling(wrong, shape.slices, shape.content())
+        prove_tiling(wrong, shape.slices, shape.content(), 2)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A memory order of `[parts, heads, tokens]`, with unused bytes behind each."""
+
+    outer: str
+    parts: int
+    heads: int
+    tokens: int
+    content_bytes: int
+    gap_bytes: int
+
+    def geometry(self) -> LayerGeometry:
+        extents = {"p": self.parts, "h": self.heads, "t": self.tokens}
+        strides, size = {}, self.content_bytes
+        for axis in reversed(self.outer):
+            strides[axis] = size
+            size = size * extents[axis] + self.gap_bytes
+        return LayerGeometry(
+            self.parts, strides["p"], self.heads, strides["h"], self.tokens, strides["t"], self.content_bytes
+        )
+
+
+@given(
+    st.permutations("pht").map("".join),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(0, 5),
+)
+def test_any_order_in_memory_tiles(outer: str, parts: int, heads: int, tokens: int, size: int, gap: int) -> None:
+    """Kernel blocks, heads and tokens in any order, packed or padded: pages are the same bytes, all of them once."""
+    order = Order(outer, parts, heads, tokens, size, gap).geometry()
+    packed = Order("hpt", parts, heads, tokens, size, 0).geometry()
+    grid = HeadGrid(heads, heads)
+    plan = AttentionPages(grid=grid, first_slice=0, layers=[order, packed])
+    prove_tiling(plan, range(heads), [order.content(), packed.content()], 2)
+    plain = AttentionPages(grid=grid, first_slice=0, layers=[packed])
+    assert plan.decoded_bytes(3) == 2 * plain.decoded_bytes(3)
+    assert places(plan, order, 0) == places(plain, packed, 0)
+
+
+def places(plan: AttentionPages, layer: LayerGeometry, index: int) -> dict[int, tuple[int, int, int]]:
+    """For each byte of the last head's page of one block the (head, token, byte) that it comes from."""
+    found = {}
+    starts = {
+        part * layer.part_stride + head * layer.head_stride + token * layer.token_stride: (
+            head,
+            part * layer.tokens + token,
+        )
+        for part in range(layer.parts)
+        for head in range(layer.heads)
+        for token in range(layer.tokens)
+    }
+    for run in plan.runs(layer.heads - 1, 1):
+        if run.layer != index:
+            continue
+        for piece in range(run.repeat):
+            for byte in range(run.num_bytes):
+                here = run.block_offset + piece * run.block_stride + byte
+                start = max(at for at in starts if at <= here)
+                found[run.page_offset + piece * run.page_stride + byte] = (*starts[start], here - start)
+    return found
+
+
+@given(st.integers(1, 64), st.integers(1, 1 << 23))
+def test_bands_of_states(layers: int, layer_bytes: int) -> None:
+    """Bands are equal, near 4 MiB where layers are smaller, and no more of them than it takes."""
+    bands = layer_bands(layers, layer_bytes)
+    assert layers % bands == 0
+    assert bands == layers or layers // bands * layer_bytes <= 4 << 20
+    fewer = [fewer for fewer in range(1, bands) if layers % fewer == 0]
+    assert all(layers // count * layer_bytes > 4 << 20 for count in fewer)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 64), st.data())
+def test_states_tile(bands: int, per_band: int, ranks: int, size: int, data: st.DataObject) -> None:
+    """Each rank's states are in its own slices once, band by band."""
+    rank = data.draw(st.integers(0, ranks - 1))
+    layer = LayerGeometry(1, 0, 1, size, 1, size, size)
+    held = SliceGrid(bands * ranks).slices_of(rank, ranks)
+    plan = StatePages(num_bands=bands, first_slice=held.start, layers=[layer] * (bands * per_band))
+    prove_tiling(plan, held, [layer.content()] * (bands * per_band), 1)
+    with pytest.raises((InvalidRequest, IndexError)):
+        prove_tiling(plan, held, [[(0, size + 1)]] * (bands * per_band), 1)
+
+
+def test_states_and_latents_must_be_what_they_are() -> None:
+    """A state that does not stand together, and a latent cache with heads, are refused."""
+    whole = LayerGeometry(1, 0, 1, 8, 1, 8, 8)
+    for broken in (replace(whole, heads=2), replace(whole, tokens=2), replace(whole, content_bytes=4)):
+        with pytest.raises(InvalidRequest):
+            StatePages(num_bands=1, first_slice=0, layers=[whole, broken])
+    with pytest.raises(InvalidRequest, match="one vector"):
+        latent_pages([whole, replace(whole, heads=2)])
+    plan = latent_pages([replace(whole, tokens=4, token_stride=10)])
+    assert plan.decoded_bytes(2) == 64
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.sampled_from([16, 128, 640]))
+def test_pages_fit_windows(wanted: int, window: int, boundary: int) -> None:
+    """A page is at most the window and at least one boundary, in whole boundaries."""
+    for kind in (SlidingWindow(window), ChunkedLocal(window)):
+        tokens = within_windows(wanted, [FullAttention(), kind], boundary)
+        assert tokens % boundary == 0
+        assert tokens == boundary or tokens <= min(wanted, window)
 
 
 class Altered:
     """A plan with its runs changed."""
-
-    block_tokens = 16
 
     def __init__(self, plan: AttentionPages, change: Callable[[list[BlockRun]], list[BlockRun]]) -> None:
         self._plan, self._change = plan, change
@@ -232,9 +353,9 @@ CHANGES: dict[str, Callable[[list[BlockRun]], list[BlockRun]]] = {
 def test_every_mistake_is_found(change: str, gap_bytes: int) -> None:
     """Each way to miss, repeat or leave a byte, on either side, is refused with the place where it is."""
     shape = Shape(2, 2, 2, 2, 1, 16, 24, gap_bytes, 2)
-    prove_tiling(Altered(shape.plan(), lambda runs: runs), shape.slices, shape.content())
+    prove_tiling(Altered(shape.plan(), lambda runs: runs), shape.slices, shape.content(), 2)
     with pytest.raises(InvalidRequest, match=r"tile|cover") as refusal:
-        prove_tiling(Altered(shape.plan(), CHANGES[change]), shape.slices, shape.content())
+        prove_tiling(Altered(shape.plan(), CHANGES[change]), shape.slices, shape.content(), 2)
     assert "page of slice 1" in str(refusal.value) or "block of layer" in str(refusal.value)
 
 
@@ -242,8 +363,6 @@ def test_repeated_pieces_tile() -> None:
     """A run of several pieces per block (a layout with tokens outside heads) is proven piece by piece."""
 
     class Interleaved:
-        block_tokens = 4
-
         def decoded_bytes(self, num_blocks: int) -> int:
             return 64 * num_blocks
 
@@ -251,11 +370,11 @@ def test_repeated_pieces_tile() -> None:
             # block: token, slice, 16 bytes; page: block, token, 16 bytes
             return (BlockRun(0, 16 * slice_index, 16, 0, 64, repeat=4, block_stride=32, page_stride=16),)
 
-    prove_tiling(Interleaved(), (0, 1), [[(0, 128)]])
+    prove_tiling(Interleaved(), (0, 1), [[(0, 128)]], 2)
     with pytest.raises(InvalidRequest):
-        prove_tiling(Interleaved(), (0,), [[(0, 128)]])
+        prove_tiling(Interleaved(), (0,), [[(0, 128)]], 2)
     with pytest.raises(InvalidRequest, match="cover the same byte"):
-        prove_tiling(Interleaved(), (0, 0), [[(0, 128)]])
+        prove_tiling(Interleaved(), (0, 0), [[(0, 128)]], 2)
 
 
 def test_missing_slices_and_layers_are_found() -> None:
@@ -263,9 +382,9 @@ def test_missing_slices_and_layers_are_found() -> None:
     shape = Shape(2, 1, 4, 2, 0, 16, 24, 0, 2)
     for slices in ((0,), (0, 0), (0, 1, 1), (0, 2)):
         with pytest.raises(InvalidRequest):
-            prove_tiling(shape.plan(), slices, shape.content())
+            prove_tiling(shape.plan(), slices, shape.content(), 2)
     with pytest.raises(InvalidRequest, match="layer 2"):
-        prove_tiling(shape.plan(), shape.slices, [*shape.content(), [(0, 48)]])
+        prove_tiling(shape.plan(), shape.slices, [*shape.content(), [(0, 48)]], 2)
 
 
 @pytest.mark.parametrize("hole", [(0, 20), (4, 24)])
@@ -273,4 +392,4 @@ def test_content_must_be_the_tensors(hole: tuple[int, int]) -> None:
     """What the tensors say they hold is what must be covered, not what the plan believes."""
     shape = Shape(1, 1, 1, 1, 0, 16, 24, 0, 2)
     with pytest.raises(InvalidRequest, match="block of layer 0"):
-        prove_tiling(shape.plan(), (0,), [[hole]])
+        prove_tiling(shape.plan(), (0,), [[hole]], 2)

@@ -15,5 +15,5 @@ class TestCpuCopier(BlockCopierContract):
 
     device = "cpu"
 
-    def make(self, layers: Sequence[torch.Tensor]) -> CpuCopier:
-        return CpuCopier(layers)
+    def make(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> CpuCopier:
+        return CpuCopier(layers, feeds)

@@ -29,7 +29,7 @@ def test_hit_path(at: World) -> None:
     (job,) = at.admit("a", 160).loads
     assert (job.request_id, at.store.num_leases) == ("a", 1)
     assert job.pieces is not None
-    written = sorted((piece.key.slice, block) for piece in job.pieces for block in piece.block_ids)
+    written = sorted((piece.key.slice, block) for piece in job.pieces for block in piece.block_ids[0])
     assert written == [(slice_, block) for slice_ in (0, 1) for block in range(1, 11)]
     assert at.step().loads == (), "a load is ordered once"
     at.finished("a")
@@ -45,7 +45,7 @@ def test_hit_beyond_the_local_one(at: World) -> None:
     assert at.ask("a", 80) == 80
     (job,) = at.admit("a", 80, 80).loads
     assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == [6, 7, 8, 9, 10]
+    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == [6, 7, 8, 9, 10]
     at.finished("a")
 
 
@@ -56,7 +56,7 @@ def test_one_token_is_left_to_compute(at: World) -> None:
     assert at.ask("a") == 144
     (job,) = at.admit("a", 144).loads
     assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == list(range(1, 10))
+    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == list(range(1, 10))
     at.finished("a")
 
 
@@ -75,6 +75,16 @@ def test_nothing_there(at: World) -> None:
     at.keep("a", 170)
     assert at.side.matched_tokens("a", 0) == 0
     assert at.store.calls["stage"] == 0
+
+
+def test_a_request_that_stood_in_the_queue_is_looked_up_again(at: World) -> None:
+    """Nothing was stored when it came; when it is its turn, those before it have saved what it shares with them."""
+    at.new("a", 170)
+    at.hashed("a")
+    at.keep("a", 170)
+    at.state("a").looked_s -= 3.0
+    assert at.ask("a") == 160
+    assert at.store.calls["lookup"] == 2
 
 
 def test_nothing_beyond_the_local_hit(at: World) -> None:
@@ -172,7 +182,7 @@ def test_local_hit_grows_while_staged(at: World) -> None:
     assert at.ask("a", 96) == 64
     (job,) = at.admit("a", 64, 96).loads
     assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == [7, 8, 9, 10]
+    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == [7, 8, 9, 10]
     at.finished("a")
 
 
@@ -196,7 +206,7 @@ def test_local_hit_shrinks_while_staged(at: World) -> None:
     assert at.store.calls["stage"] == 2
     (job,) = at.admit("a", 160).loads
     assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == list(range(1, 11))
+    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == list(range(1, 11))
     at.finished("a")
 
 
@@ -207,7 +217,7 @@ def test_vllm_takes_less_than_it_was_promised(at: World) -> None:
     assert at.ask("a", 32) == 128
     (job,) = at.admit("a", 64, 32).loads
     assert job.pieces is not None
-    assert sorted({block for piece in job.pieces for block in piece.block_ids}) == [3, 4, 5, 6]
+    assert sorted({block for piece in job.pieces for block in piece.block_ids[0]}) == [3, 4, 5, 6]
     at.finished("a")
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from connector.adapters import Adapters
 from connector.prefix_hash import PrefixChain
+from connector.scheduler.admission import Admission
 from connector.scheduler.ledger import RequestState
 from connector.scheduler.lookups import Lookups
 from connector.settings import ConnectorSettings
@@ -87,17 +89,18 @@ def test_abort_before_the_lookup_is_answered(at: World) -> None:
     eventually(lambda: at.store.cancelled == ["lookup"])
 
 
-def test_two_requests_with_one_prefix(at: World) -> None:
-    """Each has a lease of its own, and the end of one does not end the other's."""
-    at.keep("a", 170)
-    at.new("a", 170)
-    at.new("b", 170, "a")
-    assert (at.ask("a"), at.ask("b")) == (160, 160)
-    at.side.on_finished("a")
-    eventually(lambda: at.store.num_leases == 1)
-    (job,) = at.admit("b", 160).loads
-    assert job.request_id == "b"
-    at.finished("b")
+def test_two_requests_with_one_prefix(tmp_path: Path) -> None:
+    """In an engine without a cache of its own each has a lease, and the end of one does not end the other's."""
+    with world(tmp_path, facts={"prefix_caching": False}) as at:
+        at.keep("a", 170)
+        at.new("a", 170)
+        at.new("b", 170, "a")
+        assert (at.ask("a"), at.ask("b")) == (160, 160)
+        at.side.on_finished("a")
+        eventually(lambda: at.store.num_leases == 1)
+        (job,) = at.admit("b", 160).loads
+        assert job.request_id == "b"
+        at.finished("b")
 
 
 def test_a_closed_store(at: World) -> None:
@@ -120,13 +123,21 @@ class LeaseWorld:
     def __init__(self, at: World) -> None:
         self.clock, self.at, self.meters = ManualClock(), at, Meters()
         settings = ConnectorSettings(lookup_timeout_ms=5000, max_wait_ms=2000)
-        self.lookups = Lookups(at.bridge, settings, step_tokens=BLOCK, meters=self.meters, clock=self.clock)
+        self.lookups = Lookups(
+            at.bridge,
+            settings,
+            step_tokens=BLOCK,
+            admission=Admission(),
+            adapters=Adapters(Path("/nowhere")),
+            meters=self.meters,
+            clock=self.clock,
+        )
         self.state = RequestState("a", tokens_of("a", 170), PrefixChain(BLOCK))
 
     @property
     def namespace(self) -> bytes:
-        assert self.at.side._namespace is not None
-        return self.at.side._namespace
+        assert self.at.side.opening.namespace is not None
+        return self.at.side.opening.namespace
 
     def hit(self) -> int | None:
         return self.lookups.hit(self.state, self.namespace, 0)  # type: ignore[arg-type]
@@ -191,7 +202,7 @@ def test_stage_has_a_ceiling(at: World) -> None:
     at.store.held.add("stage")
     leases = LeaseWorld(at)
     eventually(lambda: leases.hit() is None and leases.state.fetch is not None)
-    leases.clock.now_s += 2.9
+    leases.clock.now_s += 2.4
     assert leases.hit() is None
     leases.clock.now_s += 0.2
     assert leases.hit() == 0

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.canonical.attention import AttentionPages
-from connector.canonical.slices import HeadGrid
+from connector.canonical.runs import LayerGeometry
+from connector.canonical.slices import HeadGrid, SliceGrid
+from connector.facts import CellFacts, GroupFacts
+from connector.identity import GroupShape
 from connector.jobs import LoadPiece
 from connector.scheduler.load_plan import plan_load
 from connector.scheduler.save_plan import PageToSave, final_pages
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Recurrent, SlidingWindow
 from kvstore.model.spans import span_ending_at
 
 BLOCK = 16
@@ -36,9 +42,10 @@ def writes(pieces: tuple[LoadPiece, ...], spans: dict[RecordKey, tuple[int, int]
     for piece in pieces:
         start, stop = spans[piece.key]
         assert piece.span_blocks * BLOCK == stop - start
-        assert piece.block_ids
-        assert piece.first_block + len(piece.block_ids) <= piece.span_blocks
-        for index, block_id in enumerate(piece.block_ids):
+        (ids,) = piece.block_ids
+        assert ids
+        assert piece.first_block + len(ids) <= piece.span_blocks
+        for index, block_id in enumerate(ids):
             found.append((piece.key, start + (piece.first_block + index) * BLOCK, block_id))
     return found
 
@@ -65,10 +72,10 @@ def test_every_block_between_the_hits_is_written_once(data: st.DataObject) -> No
     given_spans = staged(spans, resume_blocks * BLOCK, num_slices)
     pieces = plan_load(
         given_spans,
+        GROUPS,
         [table],
         local_tokens=local_blocks * BLOCK,
         resume_tokens=resume_blocks * BLOCK,
-        block_tokens=BLOCK,
     )
     by_key = dict(zip(given_spans.keys, given_spans.spans, strict=True))
     seen = sorted((record.slice, token, block_id) for record, token, block_id in writes(pieces, by_key))
@@ -81,33 +88,29 @@ def test_every_block_between_the_hits_is_written_once(data: st.DataObject) -> No
 
 def test_a_shorter_resume_point_uses_part_of_a_record() -> None:
     """vLLM may take less than was staged: the rest of the record is not written."""
-    (piece,) = plan_load(
-        staged([(0, 128)], 128), [[3, 1, 2, 9, 9, 9, 9, 9]], local_tokens=16, resume_tokens=48, block_tokens=BLOCK
-    )
-    assert (piece.first_block, piece.block_ids, piece.span_blocks) == (1, (1, 2), 8)
+    (piece,) = plan_load(staged([(0, 128)], 128), GROUPS, [[3, 1, 2, 9, 9, 9, 9, 9]], local_tokens=16, resume_tokens=48)
+    assert (piece.first_block, piece.block_ids, piece.span_blocks) == (1, ((1, 2),), 8)
 
 
 @pytest.mark.parametrize("table", [[5, 0, 6, 7], [0, 5, 6, 7], [5, 6, 7, 0], [5, 6, 7], []])
 def test_null_and_missing_blocks_are_refused(table: list[int]) -> None:
     """A load that would write to the null block, or has no block to write to, is not planned at all."""
-    with pytest.raises(InternalError, match="null block"):
-        plan_load(staged([(0, 64)], 64), [table], local_tokens=0, resume_tokens=64, block_tokens=BLOCK)
+    with pytest.raises(InternalError, match=r"null block|too short"):
+        plan_load(staged([(0, 64)], 64), GROUPS, [table], local_tokens=0, resume_tokens=64)
 
 
 def save_all(
-    finals: list[int], prompt: int, page: int, present: dict[int, int], *, saved: int = 0, groups: int = 1
+    finals: list[int], prompt: int, page: int, present: dict[int, int], *, saved: int = 0
 ) -> tuple[list[list[PageToSave]], int]:
     """What a request saves in steps that end at `finals`."""
     steps = []
     for final in finals:
         pages, saved = final_pages(
             saved_tokens=saved,
-            final_tokens=final,
-            prompt_tokens=prompt,
+            final_tokens=min(final, prompt),
+            tail_tokens=prompt // BLOCK * BLOCK,
             page_tokens=page,
-            block_tokens=BLOCK,
-            present=present,
-            wanted_groups=groups,
+            is_stored=lambda tokens: bool(present.get(tokens)),
         )
         steps.append(list(pages))
     return steps, saved
@@ -136,7 +139,6 @@ def test_each_page_is_saved_once_as_soon_as_it_is_final(data: st.DataObject) -> 
     for saved_page in saved:
         span = span_ending_at(saved_page.stop_tokens, page)
         assert (saved_page.start_tokens, saved_page.stop_tokens) == (span.start, span.stop)
-        assert (saved_page.boundary_index + 1) * BLOCK == saved_page.stop_tokens
     # together with what was there, the block-aligned prompt is covered, each token by one record
     tokens = [
         token
@@ -175,22 +177,73 @@ def test_a_tail_waits_for_its_blocks() -> None:
     assert [[page.stop_tokens for page in step] for step in steps] == [[], [], [], [96], [], []]
 
 
-def test_generated_tokens_are_not_saved() -> None:
-    """What the model wrote behind the prompt is not in any page."""
-    steps, cursor = save_all([64, 500], 70, 32, {})
-    assert [page.stop_tokens for step in steps for page in step] == [32, 64]
-    assert cursor == 64
+def test_generated_tokens_fill_pages() -> None:
+    """Behind the prompt's tail whole pages follow as they fill, from the tail's own page on; no further tails."""
+    pages, cursor = final_pages(
+        saved_tokens=64, final_tokens=200, tail_tokens=64, page_tokens=96, is_stored=lambda _: False
+    )
+    assert pages == (PageToSave(0, 96), PageToSave(96, 192))
+    assert cursor == 192
 
 
-def test_every_group_must_be_there() -> None:
-    """A boundary at which one group is missing is saved again."""
-    (pages,), _ = save_all([96], 96, 32, {32: 0b11, 64: 0b01, 96: 0b10}, groups=0b11)
-    assert [page.stop_tokens for page in pages] == [64, 96]
+def test_the_end_of_a_request_has_a_tail() -> None:
+    """When a request ends, what it generated up to the last boundary is a tail as a prompt's end is."""
+    pages, cursor = final_pages(
+        saved_tokens=192, final_tokens=250, tail_tokens=240, page_tokens=96, is_stored=lambda _: False
+    )
+    assert (pages, cursor) == ((PageToSave(192, 240),), 240)
 
 
 def test_plan_sizes_match_the_pages() -> None:
     """A page plan's size is proportional to its blocks, which the scheduler side's credits rely on."""
-    plan = AttentionPages(
-        num_layers=3, grid=HeadGrid(4, 2), first_head=0, block_tokens=BLOCK, cell_bytes=100, head_stride=100
+    layer = LayerGeometry(
+        parts=1, part_stride=0, heads=4, head_stride=100, tokens=BLOCK, token_stride=6, content_bytes=6
     )
-    assert [plan.decoded_bytes(blocks) for blocks in (1, 2, 7)] == [600, 1200, 4200]
+    plan = AttentionPages(grid=HeadGrid(4, 2), first_slice=0, layers=[layer] * 3)
+    assert [plan.decoded_bytes(blocks) for blocks in (1, 2, 7)] == [576, 1152, 4032]
+
+
+def group(kind: GroupKind, feeds: tuple[int, ...] = (0,), block_tokens: int = BLOCK) -> GroupShape:
+    """A group of one layer per feed, of which only the kind and the feeds matter here."""
+    content = CellFacts(1, 1, 4, 4, 2, "bfloat16")
+    layers = tuple(f"layer.{feed}" for feed in feeds)
+    return GroupShape(
+        GroupFacts(kind, layers, tuple(range(len(feeds))), feeds, block_tokens, content), SliceGrid(1), HeadGrid(1, 1)
+    )
+
+
+GROUPS = (group(FullAttention()),)
+
+
+def test_only_the_window_is_written() -> None:
+    """vLLM has no blocks below the window; the part of a record that lies there goes nowhere."""
+    window = group(SlidingWindow(window_tokens=20))
+    table = [0, 0, 0, 0, 9, 8]  # resuming at 96 reads from token 77 on: blocks 4 and 5
+    pieces = plan_load(staged([(0, 64), (64, 96)], 96), [window], [table], local_tokens=0, resume_tokens=96)
+    assert [(piece.first_block, piece.block_ids) for piece in pieces] == [(0, ((9, 8),))]
+
+
+def test_chunks_are_written_from_their_start() -> None:
+    """Of chunked attention the current chunk is needed."""
+    chunks = group(ChunkedLocal(chunk_tokens=64))
+    pieces = plan_load(staged([(64, 128)], 96), [chunks], [[0, 0, 0, 0, 3, 4, 0, 0]], local_tokens=0, resume_tokens=96)
+    assert [(piece.first_block, piece.block_ids) for piece in pieces] == [(0, ((3, 4),))]
+
+
+def test_every_feed_has_its_own_table() -> None:
+    """Layers of one group in several of vLLM's groups are placed by several tables."""
+    both = group(FullAttention(), feeds=(0, 2))
+    (piece,) = plan_load(staged([(0, 32)], 32), [both], [[1, 2], [7, 7], [5, 6]], local_tokens=16, resume_tokens=32)
+    assert piece.block_ids == ((2,), (6,))
+
+
+def test_a_state_goes_to_the_last_block() -> None:
+    """A state at the resume point is written to the one block that vLLM allocated for it, and to no other point."""
+    state = replace(group(Recurrent(), feeds=(1,)), heads=None)
+    tables = [[1, 2, 3], [0, 0, 8]]
+    (piece,) = plan_load(staged([(48, 48)], 48), [state], tables, local_tokens=0, resume_tokens=48)
+    assert (piece.span_blocks, piece.first_block, piece.block_ids) == (1, 0, ((8,),))
+    with pytest.raises(InternalError, match="null block"):
+        plan_load(staged([(32, 32)], 32), [state], tables, local_tokens=0, resume_tokens=32)
+    with pytest.raises(InternalError, match="not of the resume point"):
+        plan_load(staged([(48, 48)], 48), [state], tables, local_tokens=0, resume_tokens=32)

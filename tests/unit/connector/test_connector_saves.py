@@ -35,9 +35,9 @@ def test_pages_are_saved_as_they_become_final(at: World) -> None:
     assert [stops(step) for step in steps] == [[], [64, 128], [160], []]
     jobs = [job for step in steps for job in step.saves]
     assert [(job.start_tokens, job.block_ids) for job in jobs] == [
-        (0, (100, 101, 102, 103)),
-        (64, (104, 105, 106, 107)),
-        (128, (108, 109)),
+        (0, ((100, 101, 102, 103),)),
+        (64, ((104, 105, 106, 107),)),
+        (128, ((108, 109),)),
     ]
     assert state.chain is not None
     by_tokens = {boundary.tokens: boundary.prefix for boundary in state.chain.boundaries}
@@ -139,7 +139,7 @@ def test_one_page_always_fits(tmp_path: Path) -> None:
 
 def test_every_rank_must_report(tmp_path: Path) -> None:
     """Room is given back when the last of two ranks has reported, in one report or in two."""
-    with world(tmp_path, {"tp_size": 2, "rank_heads": 1}, pinned_bytes=2 * PAGE_BYTES) as at:
+    with world(tmp_path, {"tp_size": 2, "rank_heads": 1}, pinned_bytes=PAGE_BYTES) as at:
         at.new("a", 5 * PAGE)
         at.hashed("a")
         (first,) = at.step({"a": 320}).saves
@@ -225,7 +225,6 @@ def test_not_ready_without_a_namespace(tmp_path: Path) -> None:
     """Until the service has opened the namespace there are neither hits nor saves; afterwards both, also for a request
     that came before."""
     with unready_world(tmp_path, lookup_timeout_ms=50) as at:
-        at.side.set_rank_proofs({0: None}, 1)
         at.new("early", 170)
         neither_hits_nor_saves(at)
         at.store.held.clear()
@@ -241,7 +240,6 @@ def test_not_ready_without_a_namespace(tmp_path: Path) -> None:
 def test_first_request_waits_for_the_namespace(unready: World) -> None:
     """A request that comes while the namespace is opened is asked again, and then hits."""
     at = unready
-    at.side.set_rank_proofs({0: None}, 1)
     at.keep("a", 170)
     at.new("a", 170)
     assert at.side.matched_tokens("a", 0) is None
@@ -252,7 +250,6 @@ def test_first_request_waits_for_the_namespace(unready: World) -> None:
 def test_a_service_that_is_not_there_slows_nobody(tmp_path: Path) -> None:
     """Once the first request has waited in vain, no other one waits at all."""
     with unready_world(tmp_path, lookup_timeout_ms=20) as at:
-        at.side.set_rank_proofs({0: None}, 1)
         at.new("lora", 170, uncacheable="lora")
         assert at.side.matched_tokens("lora", 0) == 0
         at.new("a", 170)
@@ -263,36 +260,17 @@ def test_a_service_that_is_not_there_slows_nobody(tmp_path: Path) -> None:
             assert at.side.matched_tokens(str(number), 0) == 0
 
 
-def test_a_rank_that_refuses(unready: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One rank whose layout is not proven leaves the whole engine uncached, and says why, once."""
-    at = unready
-    at.store.held.clear()
-    with caplog.at_level("WARNING", logger="vllm.kvstore"):
-        at.side.set_rank_proofs({0: None, 1: "unknown cache layout"}, 2)
-        at.side.set_rank_proofs({0: None, 1: "unknown cache layout"}, 2)
-    eventually(lambda: at.side.status()["namespace"])
-    neither_hits_nor_saves(at)
-    assert at.side.status()["refused"] == "rank 1: unknown cache layout"
-    assert len([record for record in caplog.records if "not cached" in record.message]) <= 1
-
-
-def test_a_rank_that_says_nothing(tmp_path: Path) -> None:
-    """Two ranks and one proof: nothing is cached."""
-    with unready_world(tmp_path, lookup_timeout_ms=10) as at:
+    with (
+        caplog.at_level("WARNING", logger="vllm.kvstore"),
+        unready_world(tmp_path, {0: None, 1: "unknown cache layout", 2: "another"}) as at,
+    ):
         at.store.held.clear()
-        at.side.set_rank_proofs({0: None}, 2)
-        eventually(lambda: at.side.status()["namespace"])
         neither_hits_nor_saves(at)
-
-
-def test_a_refused_proof_is_not_taken_back(unready: World) -> None:
-    """A later good proof does not make a refused engine cached."""
-    at = unready
-    at.store.held.clear()
-    at.side.set_rank_proofs({0: "no"}, 1)
-    at.side.set_rank_proofs({0: None}, 1)
-    eventually(lambda: at.side.status()["namespace"])
-    neither_hits_nor_saves(at)
+        assert at.side.status()["refused"] == "rank 1: unknown cache layout"
+        assert at.store.calls["open_namespace"] == 0
+    assert len([record for record in caplog.records if "not cached" in record.message]) == 1
 
 
 @pytest.mark.parametrize(
@@ -303,7 +281,6 @@ def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
     """Whatever the service answers but "not now", the engine runs uncached and the reason can be read."""
     with unready_world(tmp_path) as at:
         at.store.errors["open_namespace"] = error
-        at.side.set_rank_proofs({0: None}, 1)
         at.store.held.clear()
         assert str(error) in eventually(lambda: at.side.status()["refused"])
         neither_hits_nor_saves(at)
@@ -311,11 +288,10 @@ def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
 
 def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that starts before its service is cached once the service is there."""
-    monkeypatch.setattr("connector.scheduler.side._OPEN_RETRY_S", 0.01)
+    monkeypatch.setattr("connector.scheduler.opening._OPEN_RETRY_S", 0.01)
     with unready_world(tmp_path) as at:
         at.store.errors["open_namespace"] = Unavailable("not yet")
         at.store.held.clear()
-        at.side.set_rank_proofs({0: None}, 1)
         eventually(lambda: at.store.calls["open_namespace"] >= 3)
         assert not at.side.is_ready
         at.store.errors.clear()
@@ -338,11 +314,9 @@ def test_weights_are_digested_off_the_engine_s_thread(tmp_path: Path, monkeypatc
         assert gate.wait(10)
         return "digest"
 
-    monkeypatch.setattr("connector.scheduler.side.digest_weights", slow)
-    monkeypatch.setattr("connector.scheduler.side.find_weight_files", lambda _: [])
+    monkeypatch.setattr("connector.scheduler.opening.find_weights_id", slow)
     with unready_world(tmp_path, weights_id=None, lookup_timeout_ms=10) as at:
         at.store.held.clear()
-        at.side.set_rank_proofs({0: None}, 1)
         neither_hits_nor_saves(at)
         gate.set()
         eventually(lambda: at.side.is_ready)

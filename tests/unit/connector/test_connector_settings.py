@@ -18,6 +18,7 @@ VALID: dict[str, tuple[Any, str]] = {
     "mode": ("load", "load"),
     "weights_id": ("release-7", "release-7"),
     "weights_may_change": (True, "true"),
+    "weights_id_file": ("/run/weights-id", "/run/weights-id"),
     "trust_mm_uuids": (True, "1"),
     "pinned_bytes": (64 << 20, "64MiB"),
     "memory_bytes": (8 << 30, "8GiB"),
@@ -25,6 +26,8 @@ VALID: dict[str, tuple[Any, str]] = {
     "lookup_timeout_ms": (70, "70"),
     "stall_timeout_ms": (80, "80"),
     "max_wait_ms": (90, "90"),
+    "whole_prompt_hits": (True, "true"),
+    "load_always": (True, "true"),
     "audit_rate": (0, "0"),
 }
 """By key a value that is not its default (where there is another one), and the same as text of an environment."""
@@ -104,7 +107,7 @@ def test_unknown_key_like_none_lists_all() -> None:
         ("lookup_timeout_ms", 0, "positive"),
         ("stall_timeout_ms", -5, "positive"),
         ("max_wait_ms", [1], "whole number"),
-        ("audit_rate", 1, "only 0"),
+        ("audit_rate", 1.5, "from 0 to 1"),
         ("weights_id", "", "name"),
     ],
 )

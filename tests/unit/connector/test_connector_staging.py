@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.worker.staging import BufferPool, view
+from kvstore.errors import InvalidRequest
 
 
 def test_a_buffer_is_used_again() -> None:
@@ -71,3 +73,15 @@ def test_a_view_is_the_buffer() -> None:
     buffer = torch.zeros(4, dtype=torch.uint8)
     view(buffer)[1:3] = b"\x07\x08"
     assert buffer.tolist() == [0, 7, 8, 0]
+
+
+def test_memory_that_cannot_be_had() -> None:
+    """A buffer that could not be made is not counted as taken."""
+
+    def refuse(num_bytes: int) -> torch.Tensor:
+        raise InvalidRequest("no memory could be pinned", num_bytes=num_bytes)
+
+    pool = BufferPool(1000, refuse)
+    with pytest.raises(InvalidRequest):
+        pool.take(600)
+    assert pool.used_bytes == 0

@@ -15,7 +15,7 @@ from connector.jobs import StepJobs
 from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
 from kvstore.api import SaveOutcome
-from kvstore.errors import InternalError, Unavailable
+from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
 from tests.unit.connector.device_contract import LAYOUTS, Cache
@@ -94,6 +94,17 @@ def test_load_beyond_a_local_hit(rank: Make) -> None:
     after = target.blocks(TARGET)
     assert torch.equal(after[:, :6], before[:, :6])
     assert torch.equal(after[:, 6:], source.blocks(SOURCE)[:, 6:])
+
+
+def test_a_step_that_computes_nothing_waits_for_saves(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the interpreter to the threads that save; a step that computes waits for nothing."""
+    source, waits = rank(), list[float]()
+    assert source.side.saver is not None
+    monkeypatch.setattr(source.side.saver, "drain", waits.append)
+    assert source.side.take_results() == (set(), set())
+    assert waits == []
+    assert source.side.take_results(computes=False) == (set(), set())
+    assert waits == [0.005]
 
 
 def test_loads_of_several_requests(rank: Make) -> None:
@@ -185,10 +196,10 @@ def test_drain(rank: Make, bridge: LoopBridge) -> None:
 
 
 def test_an_error_while_copying(rank: Make) -> None:
-    """When a copy out of the cache fails, the error goes to the guard, and every job is reported all the same."""
+    """When a copy out of the cache fails, the error goes to the guard, and every job of it is reported as failed."""
     source = rank()
     jobs = source.jobs()
-    broken = replace(jobs.saves[1], block_ids=(1, 2, 3, NUM_BLOCKS))
+    broken = replace(jobs.saves[1], block_ids=((1, 2, 3, NUM_BLOCKS),))
     with pytest.raises((InternalError, IndexError, RuntimeError)):
         source.side.save(StepJobs(saves=(jobs.saves[0], broken, jobs.saves[2])))
     assert source.side.saver is not None
@@ -196,7 +207,30 @@ def test_an_error_while_copying(rank: Make) -> None:
     report = source.side.take_report()
     assert report is not None
     assert report.saves_done == {0: 1, 1: 1, 2: 1}
-    assert report.saves_failed == {1, 2}
+    assert report.saves_failed == {0, 1, 2}  # they would have been one copy
+
+
+def test_memory_that_cannot_be_had(rank: Make) -> None:
+    """When a buffer cannot be made, the error goes to the guard, every job is reported, and a later save works."""
+    source = rank()
+    saver = source.side.saver
+    assert saver is not None
+    made, allocate = [], saver._buffers._allocate
+
+    def refuse_the_second(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        if len(made) == 2:
+            raise InvalidRequest("no memory could be pinned")
+        return allocate(num_bytes)
+
+    saver._buffers._allocate = refuse_the_second
+    with pytest.raises(InvalidRequest):
+        source.side.save(source.jobs())
+    assert saver.drain(10)
+    report = source.side.take_report()
+    assert report is not None
+    assert (report.saves_done, report.saves_failed) == ({0: 1, 1: 1, 2: 1}, {0, 1, 2})
+    source.save()
 
 
 def test_a_closed_client(rank: Make, bridge: LoopBridge) -> None:
@@ -219,9 +253,12 @@ def test_a_closed_client(rank: Make, bridge: LoopBridge) -> None:
 def refusal_of(bridge: LoopBridge, layers: list[torch.Tensor], **facts: Any) -> str:
     """What a rank says to these tensors."""
     values = {"total_heads": HEADS, "rank_heads": HEADS, "num_blocks": NUM_BLOCKS, **facts}
-    side = WorkerSide(ConnectorSettings(), make_facts(**values), make_shape(HEADS, HEADS), bridge, num_cores=1)
+    engine = make_facts(**values)
+    # as an engine without ranks sees the model: what is wrong with the ranks is the proof's to find
+    shape = make_shape(replace(engine, tp_size=1))
+    side = WorkerSide(ConnectorSettings(), engine, shape, bridge, num_cores=1)
     assert side.refusal is not None, "nothing is proven before tensors are seen"
-    side.register(layers)
+    side.register(lambda _: layers)
     side.save(StepJobs())
     assert (side.saver is None) == (side.refusal is not None)
     side.shutdown()
@@ -235,22 +272,27 @@ def test_layouts_that_are_not_known_are_refused(bridge: LoopBridge) -> None:
     assert refusal_of(bridge, layers) == ""
     changed = {
         "unknown cache layout": [
+            [layers[0], layers[1].flatten(2)],
+            [layer.transpose(2, 3).contiguous().transpose(2, 3) for layer in layers],
+        ],
+        "does not hold what its spec says": [
             [layer[:, :2] for layer in layers],
             [layer.to(torch.bfloat16) for layer in layers],
-            [layers[0], layers[1].flatten(2)],
+            [layers[0], layers[1][..., :5]],
         ],
-        "do not stand together": [
-            [layer.transpose(2, 3).contiguous().transpose(2, 3) for layer in layers],
-            [torch.zeros(NUM_BLOCKS, HEADS, BLOCK, 7)[..., :6] for _ in layers],
-            [layer[:-1] for layer in layers],
-        ],
-        "differ in layout": [
-            [layers[0], Cache("padded", 2, NUM_BLOCKS, HEADS, BLOCK, 6, 4, 1, "cpu").tensors()[1]],
-        ],
+        "do not stand together": [[torch.zeros(NUM_BLOCKS, HEADS, BLOCK, 7)[..., :6] for _ in layers]],
+        "unknown number of blocks": [[layer[:-1] for layer in layers]],
     }
     for reason, variants in changed.items():
         for variant in variants:
             assert reason in refusal_of(bridge, variant)
+
+
+def test_layers_may_differ_in_memory(bridge: LoopBridge) -> None:
+    """Layers whose heads lie further apart, or in an allocation of their own, are proven each for itself."""
+    layers = Cache("layer_outer", 2, NUM_BLOCKS, HEADS, BLOCK, 6, 4, 1, "cpu").tensors()
+    padded = Cache("padded", 2, NUM_BLOCKS, HEADS, BLOCK, 6, 4, 1, "cpu").tensors()
+    assert refusal_of(bridge, [layers[0], padded[1]]) == ""
 
 
 def test_heads_that_overlap_are_refused(bridge: LoopBridge) -> None:

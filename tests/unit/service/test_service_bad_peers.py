@@ -181,9 +181,11 @@ async def test_saves_beyond_the_credit_are_refused(server: Server, bystander: Re
     """A peer that ignores its window is cut off before its bytes are received."""
     store = server._answers.store
     assert isinstance(store, DictStore)
+    prompt = Prompt(ATTENTION, "large", 64, payload_bytes=300 << 10)
+    await bystander.open_namespace(prompt.description, deadline=Deadline.after(5))
     store.gate.clear()
     async with peer_of(server) as peer:
-        record = Prompt(ATTENTION, "large", 64, payload_bytes=300 << 10).record(64)
+        record = prompt.record(64)
         for number in range(2):
             peer.send(frame({**SAVE, "id": number}, record.num_bytes) + bytes(record.data))
         refused = await peer.receive()

@@ -41,6 +41,36 @@ class TestLookup:
             assert (await stage(store, prompt)).resume_tokens == 240
             assert cold.calls["head"] == cold.calls["get"] == 0
 
+    async def test_offers_tell_what_each_tier_adds(self) -> None:
+        """Pages in memory, hot and cold: how far each would carry the prompt, and what would be read from where."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
+        sizes = {record.header.span.stop: 0 for record in prompt.records()}
+        for record in prompt.records():
+            sizes[record.header.span.stop] += record.num_bytes
+        first, second, *rest = sorted(sizes)
+        await fill(hot, prompt, tokens=[first, second])
+        await fill(cold, prompt)
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            for record in prompt.records([first]):
+                await store.save(record, deadline=soon())
+            lookup = await store.lookup(prompt.query(), deadline=soon())
+        assert [offer.resume_tokens for offer in lookup.offers] == [first, second, lookup.resume_tokens]
+        memory, hot_offer, all_tiers = (offer.tier_bytes for offer in lookup.offers)
+        assert memory.keys() == {"memory"}
+        assert hot_offer.keys() == {"memory", "redis"}
+        assert all_tiers.keys() == {"memory", "redis", "s3"}
+        assert memory["memory"] == pytest.approx(sizes[first], rel=0.5)
+        assert all_tiers["s3"] == pytest.approx(sum(sizes[stop] for stop in rest), rel=0.5)
+
+    async def test_nothing_there_is_no_offer(self) -> None:
+        """No resume point, no offer; and one tier that has all makes one."""
+        prompt, cold = Prompt(ATTENTION, "a", 250), slow_tier("s3")
+        async with opened(prompt, cold=cold) as store:
+            assert (await store.lookup(prompt.query(), deadline=soon())).offers == ()
+            await fill(cold, prompt)
+            (offer,) = (await store.lookup(prompt.query(), deadline=soon())).offers
+        assert (offer.resume_tokens, offer.tier_bytes.keys()) == (240, {"s3"})
+
     async def test_a_frozen_tier_costs_a_stage_no_more_than_the_stall_time(self) -> None:
         """The hot tier hangs on every call and the deadline is far away: the stage is served from cold, soon."""
         prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")

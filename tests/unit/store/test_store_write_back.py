@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from store_world import LIMITS, MIB, opened, slow_tier, soon, stage, until
 
-from kvstore.api import Ack, SaveOutcome
+from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import parse_manifest
 from kvstore.store.tiered import TieredStore
@@ -24,11 +24,23 @@ class TestWriteBack:
         prompt, hot, cold = Prompt(ATTENTION, "a", 640), slow_tier("redis"), slow_tier("s3")
         async with opened(prompt, hot=hot, cold=cold, limits=replace(LIMITS, write_back_in_flight=1)) as store:
             for record in reversed(prompt.records()):
-                assert store._keep(record, None) is SaveOutcome.STORED  # no turn of the loop in between
+                assert store._saver.keep(record) is SaveOutcome.STORED  # no turn of the loop in between
             assert await store.drain(soon()) == 0
             expected = [record.key.prefix for record in prompt.records()]
             assert [key.prefix for key in hot.keys_put] == expected
             assert [key.prefix for key in cold.keys_put] == expected
+
+    async def test_what_is_of_use_for_a_short_time_stays_in_memory(self) -> None:
+        """Neither hot nor cold gets it, unless the save waits for that tier; it can be staged here."""
+        prompt, hot, cold = Prompt(ATTENTION, "a", 640), slow_tier("redis"), slow_tier("s3")
+        first, *others = prompt.records()
+        async with opened(prompt, hot=hot, cold=cold) as store:
+            for record in others:
+                assert await store.save(record, retention=Retention.SHORT, deadline=soon()) is SaveOutcome.STORED
+            await store.save(first, ack=Ack.HOT, retention=Retention.SHORT, deadline=soon())
+            assert await store.drain(soon()) == 0
+            assert (hot.keys_put, cold.keys_put) == ([first.key], [])
+            assert (await stage(store, prompt)).resume_tokens == 640
 
     async def test_the_queue_is_bounded_and_drops_new_records(self) -> None:
         """The cold tier is down: the queue fills to its limit, later records stay in memory only, counted."""
@@ -57,15 +69,32 @@ class TestWriteBack:
             await asyncio.sleep(0.5)
             assert cold.calls["put"] <= 4 + 7  # the first of each worker, then 10, 20, ... 640 ms
 
-    async def test_records_that_never_arrive_are_given_up(self) -> None:
-        """After the last attempt a record is dropped and counted, so that a queue cannot jam for ever."""
-        prompt, cold = Prompt(ATTENTION, "a", 64), slow_tier("s3")
-        cold.down = True
+    async def test_a_record_that_alone_is_refused_is_given_up(self) -> None:
+        """A record fails while others are written: it lets them pass, fails again, is dropped and counted."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        bad, *good = prompt.records()
+        cold.refused = {bad.key}
         async with opened(prompt, cold=cold, limits=replace(LIMITS, write_back_attempts=3)) as store:
-            await store.save(prompt.record(64), deadline=soon())
+            for record in (bad, *good):
+                await store.save(record, deadline=soon())
             assert await store.drain(soon()) == 0
-            assert cold.calls["put"] == 3
+            assert set(cold.keys_put) == {record.key for record in good}
+            assert cold.calls["put"] == 2 * 3 + len(good)
             assert store.meters.get("write_back_dropped", tier="s3", reason="attempts") == 1
+
+    async def test_an_outage_drops_nothing(self) -> None:
+        """A tier takes nothing for many times the attempts of a record: once it is back it gets every one."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        cold.down = True
+        limits = replace(LIMITS, write_back_attempts=2, backoff_s_max=0.01)
+        async with opened(prompt, cold=cold, limits=limits) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            await until(lambda: cold.calls["put"] > 2 * 2 * len(prompt.records()) + 10)
+            assert store.meters.get("write_back_dropped", tier="s3", reason="attempts") == 0
+            cold.down = False
+            assert await store.drain(soon()) == 0
+            assert set(cold.keys_put) == {record.key for record in prompt.records()}
 
     async def test_discarded_records_are_not_written_back(self) -> None:
         """A record is found bad while it waits for the cold tier: it never gets there."""
@@ -120,8 +149,8 @@ class TestSave:
 
     async def test_too_many_bytes_at_once_answer_busy(self) -> None:
         """Saves beyond the limit of bytes being verified answer BUSY; the others are stored."""
-        prompt = Prompt(ATTENTION, "a", 640, payload_bytes=400_000)
-        async with opened(prompt, limits=replace(LIMITS, save_bytes_in_flight=1_000_000)) as store:
+        prompt = Prompt(ATTENTION, "a", 192, payload_bytes=5 << 20)  # large enough to be verified in a thread
+        async with opened(prompt, limits=replace(LIMITS, save_bytes_in_flight=12 << 20)) as store:
             saves = [store.save(record, deadline=soon()) for record in prompt.records()[:6]]
             outcomes = await asyncio.gather(*saves)
             assert sorted(outcome.value for outcome in outcomes) == ["busy"] * 4 + ["stored"] * 2

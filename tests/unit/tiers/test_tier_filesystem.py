@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -77,9 +78,10 @@ async def test_larger_than_the_budget(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_recovery(tmp_path: Path) -> None:
+async def test_recovery_without_an_index(tmp_path: Path) -> None:
     """A new owner finds whole records, clears temporary files, quarantines wrong sizes, and leaves foreign files."""
     await (await filled(tmp_path, 6)).aclose()
+    (tmp_path / "index").unlink()
     path = {number: tmp_path / format_name(make_key(number)) for number in range(6)}
     os.truncate(path[0], 5000)
     path[1].write_bytes(path[1].read_bytes() + b"x")
@@ -101,6 +103,7 @@ async def test_recovery(tmp_path: Path) -> None:
 async def test_recovery_over_the_budget(tmp_path: Path) -> None:
     """With a smaller budget than before, the oldest files go."""
     await (await filled(tmp_path, 5)).aclose()
+    (tmp_path / "index").unlink()
     for number in range(5):
         os.utime(tmp_path / format_name(make_key(number)), ns=(0, 1_000_000_000 * (10 - number)))
     tier = await open_tier(tmp_path, num_records=2)
@@ -203,4 +206,29 @@ async def test_directories_are_private(tmp_path: Path) -> None:
     tier = await filled(tmp_path / "records", 1)
     assert (tmp_path / "records").stat().st_mode & 0o077 == 0
     assert (tmp_path / "records" / format_name(make_key(0))).stat().st_mode & 0o077 == 0
+    await tier.aclose()
+
+
+async def test_disk_that_becomes_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel makes a failing disk read-only under us: writes name it and the next step, reads go on."""
+    tier = await filled(tmp_path, 2)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("os.write", "os.link", "pathlib.Path.unlink", "pathlib.Path.rename"):
+        monkeypatch.setattr(name, refuse)
+    for refused in (
+        tier.put(make_record(5, PAYLOAD_BYTES), deadline=soon()),
+        tier.delete(make_key(0), deadline=soon()),
+        tier.quarantine(make_key(1), "a test", deadline=soon()),
+    ):
+        with pytest.raises(Unavailable, match=r"mount the filesystem writable.*EROFS"):
+            await refused
+    monkeypatch.undo()
+    await tier.aclose()
+    tier = await open_tier(tmp_path)
+    assert await numbers_in(tier, 6) == [0, 1]
+    for number in range(2):
+        assert await tier.get(make_key(number), deadline=soon()) is not None
     await tier.aclose()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 import msgpack
 import pytest
 
 from kvstore import errors
-from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
+from kvstore.api import LeaseId, Lookup, Offer, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.wire import convert, messages
@@ -64,7 +64,7 @@ def test_fields_that_are_missing_or_wrong_are_named(cls: type[messages.Message])
         except InvalidRequest as error:
             assert f"{cls.type}.{field.name}" in str(error)
         else:
-            assert cls in (messages.Hello, messages.Staged)  # the only ones with defaults
+            assert field.default is not MISSING or field.default_factory is not MISSING
 
 
 @pytest.mark.parametrize("kind", [None, 7, "lookupp", "", b"lookup", ["lookup"]])
@@ -121,6 +121,25 @@ def test_lookups_come_back(masks: tuple[int, ...]) -> None:
     assert convert.parse_lookup(reply, len(masks)) == Lookup(32, masks)
     with pytest.raises(InvalidRequest):
         convert.parse_lookup(reply, len(masks) + 1)
+
+
+def test_offers_come_back() -> None:
+    """What each tier adds, in the order of its resume points; a peer that says nothing offers nothing."""
+    lookup = Lookup(96, (0,), (Offer(32, {"memory": 7}), Offer(96, {"memory": 7, "s3": 1 << 40})))
+    reply = convert.lookup_reply(4, lookup)
+    assert convert.parse_lookup(reply, 1) == lookup
+    head = messages.encode(reply)
+    del head["offers"]
+    older = messages.decode(head)
+    assert isinstance(older, messages.LookedUp)
+    assert convert.parse_lookup(older, 1) == Lookup(96, (0,))
+
+
+@pytest.mark.parametrize("offers", [{"x": {}}, {"-1": {}}, {"1": 2}, {"1": {"s3": "much"}}, {"1": {"s3": -1}}])
+def test_offers_that_make_no_sense_are_refused(offers: dict[str, Any]) -> None:
+    """Points that are no numbers, sizes that are none."""
+    with pytest.raises(InvalidRequest, match="offers"):
+        convert.parse_lookup(messages.LookedUp(1, 0, 1, b"", offers), 0)
 
 
 def test_stages_come_back() -> None:

@@ -1,0 +1,298 @@
+"""What a lookup costs: `python -m benchmarks.lookup`, on a real Redis that it starts and ends itself.
+
+The prompt of 131,072 tokens has 2,048 boundaries, 4 groups and 8 slices; Redis holds a million entries. Each figure is
+of the store's own `lookup`, from the query to the answer, and of the catalog's question alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import uvloop
+from redis.asyncio import Redis
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.api import PrefixQuery
+from kvstore.catalog.base import Addition
+from kvstore.catalog.changes import packed_with
+from kvstore.catalog.entry import EntryShape, Level
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.format.record import Record
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.kinds import FullAttention
+from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.recorder import Recorder
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.servers import redis_server
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.redis import RedisTier
+
+__all__ = ["main"]
+
+_LAYOUT = Layout(64, tuple(GroupLayout(FullAttention(), 8) for _ in range(4)))
+_DESCRIPTION = NamespaceDescription.from_fields({"model": "lookup", "layout": describe_layout(_LAYOUT)})
+_BOUNDARIES = 2048
+_SCALES = (1, 4, 16)
+_RECORD_BYTES = 3_000_000
+_REALLY_ADDED = 2
+"""Prompts that go through the catalog's own `add`; the others' equal entries are written as they stand."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        what: `store_lookup`, `catalog_lookup`, `s3_rounds` or `entry`.
+        tokens: Of the prompt.
+        p50_ms: Median.
+        p90_ms: Nine of ten are quicker.
+        round_trips: Most of one lookup.
+        bytes_each: Of Redis for one entry, its key and its share of all tables included.
+    """
+
+    what: str
+    tokens: int | None = None
+    boundaries: int | None = None
+    entries: int | None = None
+    p50_ms: float | None = None
+    p90_ms: float | None = None
+    round_trips: int | None = None
+    bytes_each: float | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table and a last line `BENCH [...]`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lookup", description=__doc__)
+    parser.add_argument("--entries", type=int, default=1_000_000, help="entries in Redis (default 1,000,000)")
+    parser.add_argument("--repetitions", type=int, default=60, help="lookups for each figure (default 60)")
+    parser.add_argument("--json", action="store_true", help="the last line alone")
+    options = parser.parse_args(arguments)
+    rows = uvloop.run(_measure(options.entries, options.repetitions))
+    if not options.json:
+        Console(width=120).print(_table(rows))
+    print("BENCH " + json.dumps([{k: v for k, v in asdict(row).items() if v is not None} for row in rows]), flush=True)
+    return 0
+
+
+async def _measure(num_entries: int, repetitions: int) -> list[Row]:
+    with redis_server() as server:
+        client = Redis(host=server.host, port=server.port)
+        try:
+            catalog = RedisCatalog(client)
+            await catalog.register(_DESCRIPTION.id, _LAYOUT, "", deadline=_soon())
+            num_prompts = max(*_SCALES, -(-num_entries // _BOUNDARIES))
+            rows = [await _fill(client, catalog, num_prompts)]
+            await catalog.set_complete(True, deadline=_soon())
+            rows += await _time_lookups(client, catalog, server.url, num_prompts, repetitions)
+        finally:
+            await client.aclose()
+    rows.append(await _count_rounds())
+    return rows
+
+
+async def _fill(client: Redis, catalog: RedisCatalog, num_prompts: int) -> Row:
+    """Entries of so many prompts; what they cost of Redis."""
+    empty_bytes = (await client.info("memory"))["used_memory"]
+    for number in range(_REALLY_ADDED):
+        for boundary in _prompt(number, 1).boundaries:
+            await catalog.add(_additions(boundary.prefix, boundary.tokens), deadline=_soon())
+    shape, now_s = EntryShape.of(_LAYOUT), SYSTEM_CLOCK.wall_ms() // 1000
+    for number in range(_REALLY_ADDED, num_prompts):
+        values = {
+            f"c1/{_DESCRIPTION.id.hex()}/{{{boundary.prefix.hex()}}}": _entry(shape, boundary, now_s)
+            for boundary in _prompt(number, 1).boundaries
+        }
+        await client.mset(values)  # type: ignore[arg-type]
+    used_bytes = (await client.info("memory"))["used_memory"]
+    total = num_prompts * _BOUNDARIES
+    name = f"c1/{_DESCRIPTION.id.hex()}/{{{_prompt(0, 1).boundaries[-1].prefix.hex()}}}"
+    by_server = await client.memory_usage(name)
+    each = (used_bytes - empty_bytes) / total
+    return Row("entry", entries=total, bytes_each=round(max(each, float(by_server or 0)), 1))
+
+
+async def _time_lookups(
+    client: Redis, catalog: RedisCatalog, url: str, num_prompts: int, repetitions: int
+) -> list[Row]:
+    meters = Meters()
+    memory, hot = MemoryTier(64 << 20), RedisTier.from_url(url)
+    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
+    store = TieredStore(memory, hot, recorder=recorder, meters=meters)
+    rows = []
+    try:
+        await store.open_namespace(_DESCRIPTION, deadline=_soon())
+        for scale in _SCALES:
+            for what in ("store_lookup", "catalog_lookup"):
+                times, trips = [], 0
+                for turn in range(repetitions + 3):
+                    query = _prompt((turn * scale) % (num_prompts - scale + 1), scale)
+                    prefixes = [boundary.prefix for boundary in query.boundaries]
+                    before = await _commands(client)
+                    started_s = time.perf_counter()
+                    if what == "store_lookup":
+                        found = await store.lookup(query, deadline=_soon())
+                        seconds = time.perf_counter() - started_s
+                        if found.resume_tokens != query.cap_tokens:
+                            raise RuntimeError(f"{found.resume_tokens} tokens were found of {query.cap_tokens}")
+                    else:
+                        await catalog.lookup(_DESCRIPTION.id, prefixes, deadline=_soon())
+                        seconds = time.perf_counter() - started_s
+                    if turn >= 3:  # the first ones connect, and ask whether the catalog is complete
+                        times.append(seconds * 1000)
+                        trips = max(trips, await _commands(client) - before)
+                times.sort()
+                rows.append(
+                    Row(
+                        what,
+                        tokens=scale * _BOUNDARIES * _LAYOUT.page_tokens,
+                        boundaries=scale * _BOUNDARIES,
+                        entries=num_prompts * _BOUNDARIES,
+                        p50_ms=round(statistics.median(times), 2),
+                        p90_ms=round(times[len(times) * 9 // 10], 2),
+                        round_trips=trips,
+                    )
+                )
+    finally:
+        await store.aclose()
+        await recorder.aclose()
+        await hot.aclose()
+        await memory.aclose()
+    return rows
+
+
+async def _commands(client: Redis) -> int:
+    """Reads of entries so far, each command its own round trip, and reads of records, were there any."""
+    stats = await client.info("commandstats")
+    names = ("cmdstat_mget", "cmdstat_get", "cmdstat_strlen", "cmdstat_exists")
+    return sum(int(stats[name]["calls"]) for name in names[:3] if name in stats)
+
+
+async def _count_rounds() -> Row:
+    """Most rounds of questions to a cold tier alone, over prompts that end after any number of pages in any group."""
+    worst = 0
+    memory = MemoryTier(64 << 20)
+    query = _prompt(0, 1)
+    index_of = {boundary.prefix: index for index, boundary in enumerate(query.boundaries)}
+    for number in range(200):
+        digest = hashlib.sha256(b"%d" % number).digest()
+        cuts = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") % (_BOUNDARIES + 1) for i in range(4)]
+        cuts = [cuts[0]] * 4 if number % 2 else cuts
+        cold = _Heads(lambda key, cuts=cuts: index_of[key.prefix] < cuts[key.group])  # type: ignore[misc]
+        store = TieredStore(memory, None, cold)
+        await store.open_namespace(_DESCRIPTION, deadline=_soon())
+        found = await store.lookup(query, deadline=_soon())
+        if found.resume_tokens > min(cuts) * _LAYOUT.page_tokens:
+            raise RuntimeError("more was found than there is")
+        worst = max(worst, cold.rounds)
+        await store.aclose()
+    await memory.aclose()
+    return Row("s3_rounds", tokens=query.cap_tokens, boundaries=_BOUNDARIES, round_trips=worst)
+
+
+class _Heads(Tier):
+    """A tier of heads alone: each call of `head` stands for one round of parallel requests."""
+
+    name = "heads"
+
+    def __init__(self, holds: Callable[[RecordKey], bool]) -> None:
+        self._holds = holds
+        self.rounds = 0
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        self.rounds += 1
+        return [_RECORD_BYTES if self._holds(key) else None for key in keys]
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        return None
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        return PutOutcome.FULL
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        return False
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        pass
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        for entry in ():
+            yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        pass
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        return None
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        return TierUsage(None, None, None)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def _prompt(number: int, scale: int) -> PrefixQuery:
+    """A prompt whose boundaries are those of `scale` of the short ones."""
+    prefixes = [prefix for part in range(scale) for prefix in _prefixes(number + part)]
+    step = _LAYOUT.page_tokens
+    boundaries = tuple(Boundary((index + 1) * step, prefix) for index, prefix in enumerate(prefixes))
+    return PrefixQuery(_DESCRIPTION.id, boundaries, local_tokens=0, cap_tokens=len(prefixes) * step, step_tokens=step)
+
+
+def _prefixes(number: int) -> Iterator[PrefixHash]:
+    return (PrefixHash(hashlib.sha256(b"%d:%d" % (number, index)).digest()) for index in range(_BOUNDARIES))
+
+
+def _additions(prefix: PrefixHash, tokens: int) -> list[Addition]:
+    return [
+        Addition(RecordKey(_DESCRIPTION.id, prefix, group, slice_), Level.HOT, _RECORD_BYTES + slice_, tokens, prefix)
+        for group in range(4)
+        for slice_ in range(8)
+    ]
+
+
+_TEMPLATE: list[bytes] = []
+
+
+def _entry(shape: EntryShape, boundary: Boundary, now_s: int) -> bytes:
+    """What `add` makes of all slices of a boundary."""
+    if not _TEMPLATE:
+        _TEMPLATE.append(packed_with(shape, _additions(boundary.prefix, boundary.tokens), now_s))
+    entry = bytearray(_TEMPLATE[0])
+    entry[4:8], entry[8:40] = boundary.tokens.to_bytes(4, "little"), boundary.prefix
+    return bytes(entry)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="lookups", min_width=110)
+    names = ("what", "tokens", "boundaries", "entries", "p50_ms", "p90_ms", "round_trips", "bytes_each")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="left" if name == "what" else "right")
+    for row in rows:
+        values = asdict(row)
+        table.add_row(*(f"{v:,}" if isinstance(v := values[name], int) else str(v or "") for name in names))
+    return table
+
+
+def _soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A node for benchmarks with engines: a service, perhaps a Redis behind it, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvstore.client import BlockingStore, ClientOptions
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.servers.process import ServerProcess
+
+__all__ = ["WORK", "Node", "temporary_folder", "timed"]
+
+WORK = Path(__file__).resolve().parent.parent / ".work"
+"""Checkpoints, logs, and what vLLM compiles: kept between runs."""
+
+_ROOT = Path(__file__).resolve().parent.parent
+_START_S = 20.0
+_SETTLE_S = 60.0
+_QUIET_POLLS = 3
+
+
+class Node:
+    """`kvstore serve` on a Unix socket.
+
+    Args:
+        folder: For its socket and log.
+        name: Tells nodes in one folder apart.
+        hot: As the setting.
+        memory_bytes: As the setting.
+    """
+
+    def __init__(self, folder: Path, name: str, *, hot: str = "memory:", memory_bytes: int = 1 << 30) -> None:
+        self._path = folder / f"{name}.sock"
+        command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{self._path}"]
+        command += ["--hot", hot, "--cold", "memory:", "--memory-bytes", str(memory_bytes)]
+        env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
+        env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder)}
+        self._process = ServerProcess(command, folder / f"{name}.log", env)
+
+    @property
+    def url(self) -> str:
+        return f"unix:{self._path}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Return when it accepts."""
+        self._process.start()
+        self._process.wait_ready(self._accepts, _START_S)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        self._process.stop(_START_S)
+
+    def cpu_s(self) -> float:
+        """Seconds that the service's threads have computed so far."""
+        times = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(path.read_text().split()[0]) for path in times) / 1e9
+
+    def counters(self) -> Mapping[str, float]:
+        counters: Mapping[str, float] = self._status()["counters"]
+        return counters
+
+    def settle(self) -> float:
+        """Wait until nothing is saved any more and nothing waits for a slower tier; returns the seconds it took.
+
+        Raises:
+            TimeoutError: It takes over a minute.
+        """
+        started_s = moved_s = time.monotonic()
+        saves, quiet_polls = -1.0, 0
+        while quiet_polls < _QUIET_POLLS:
+            if time.monotonic() - started_s > _SETTLE_S:
+                raise TimeoutError("the service still works on what was saved")
+            time.sleep(0.1)
+            status = self._status()
+            seen = sum(value for name, value in status["counters"].items() if name.startswith("saves"))
+            if seen == saves and not any(queue["records"] for queue in status["write_back"].values()):
+                quiet_polls += 1
+            else:
+                saves, quiet_polls, moved_s = seen, 0, time.monotonic()
+        return moved_s - started_s
+
+    def _status(self) -> dict[str, Any]:
+        with BlockingStore(self.url, options=ClientOptions(name="benchmark", num_data_connections=1)) as store:
+            return dict(store.status(deadline=Deadline.after(10.0)))
+
+    def _accepts(self) -> bool:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(self._path))
+            return True
+        return False
+
+    def __enter__(self) -> Node:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A short path, as Unix sockets need."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def timed(runs: Sequence[Any]) -> float:
+    """Seconds that calls take one after the other."""
+    started_s = time.perf_counter()
+    for run in runs:
+        run()
+    return time.perf_counter() - started_s

@@ -1,0 +1,270 @@
+"""`python -m benchmarks.repeat_ttft`: a long prompt's first token, computed and restored from Redis. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ceilings import memcpy, tcp_peer
+from benchmarks.node import WORK, Node, temporary_folder, timed
+from benchmarks.shell import run_benchmark
+from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
+from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.servers import redis_server
+
+__all__ = ["main"]
+
+_PROMPT_SEED = 8192
+_WARM_UP_TOKENS = 300
+_ANSWER_S = 240.0
+_MAX_TOKENS = 16
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model and its prompt.
+
+    Attributes:
+        prompt_tokens: For the hybrid one token more than whole blocks, since its hits end on a block.
+        connector: Beside the url: what the restoring engine is told.
+        wanted: The ratio that was asked for.
+    """
+
+    name: str
+    prompt_tokens: int
+    connector: Mapping[str, Any]
+    wanted: float
+
+
+MODELS = {
+    "llama-demo": Model("llama-demo", 8192, {"whole_prompt_hits": True}, 40.0),
+    "qwen3next-demo": Model("qwen3next-demo", 14 * 640 + 1, {}, 10.0),
+}
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one model, each list with a value for each repetition, in seconds.
+
+    Attributes:
+        recompute_s: A fresh engine without a store computes the prompt.
+        local_s: The same engine is asked again.
+        one_token_s: And is asked for one token more than it knows: what a whole restored prompt leaves to compute.
+        restored_s: A fresh engine and a fresh service, the prompt's records in Redis.
+        transfer_s: The same stored bytes between two processes, over one TCP connection.
+        copy_s: The same pages' bytes from memory to memory.
+        outputs_equal: Whether the first token is the computed one. Later ones may differ: in bfloat16 an engine that
+            computes the last token alone rounds otherwise than one that computes it with others.
+        difference: Of log probabilities of the first token, the largest that a restored run showed.
+        own_difference: The same between an engine's computed answer and that from its own cache.
+    """
+
+    recompute_s: list[float] = field(default_factory=list)
+    local_s: list[float] = field(default_factory=list)
+    one_token_s: list[float] = field(default_factory=list)
+    restored_s: list[float] = field(default_factory=list)
+    transfer_s: list[float] = field(default_factory=list)
+    copy_s: list[float] = field(default_factory=list)
+    external_tokens: int = 0
+    stored_bytes: int = 0
+    raw_bytes: int = 0
+    tiers: set[str] = field(default_factory=set)
+    outputs_equal: bool = True
+    difference: float = 0.0
+    own_difference: float = 0.0
+
+    def ratio(self) -> float:
+        """Of the medians."""
+        return statistics.median(self.recompute_s) / statistics.median(self.restored_s)
+
+    def ceiling_s(self) -> float:
+        """One transfer, one copy, one token: less than that it cannot take, on this machine, in this minute."""
+        return sum(map(statistics.median, (self.transfer_s, self.copy_s, self.one_token_s)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and report; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.repeat_ttft", description=__doc__)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), metavar="NAMES")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="COUNT", help="fresh engines and services")
+    parser.add_argument("--prompt-tokens", type=int, metavar="COUNT", help="instead of each model's own")
+    parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
+    chosen = parser.parse_args(arguments)
+    if unknown := sorted(set(chosen.models) - set(MODELS)):
+        parser.error(f"there is no {', '.join(unknown)}: choose from {', '.join(MODELS)}")
+
+    def measure(say: Say) -> list[tuple[Model, int, Figures]]:
+        rows = []
+        for name in chosen.models:
+            tokens = chosen.prompt_tokens or MODELS[name].prompt_tokens
+            rows.append((MODELS[name], tokens, measure_model(MODELS[name], tokens, chosen.repetitions, say)))
+        return rows
+
+    return run_benchmark(measure, report, quiet=chosen.json)
+
+
+def measure_model(model: Model, prompt_tokens: int, repetitions: int, say: Say) -> Figures:
+    """Save once, then compute and restore in turn, so that whatever else the machine does meets both alike."""
+    checkpoint = write_checkpoint(model.name, WORK / "checkpoints")
+    # one token more than is asked for: see `Figures.one_token_s`
+    longer = seeded_prompt(_PROMPT_SEED, prompt_tokens + 1, vocabulary=VOCABULARY)
+    with temporary_folder() as folder, redis_server() as redis:
+        bench = _Bench(model, checkpoint, longer, redis.url, folder)
+        say(f"{model.name}: an engine computes and saves the prompt")
+        bench.save()
+        for turn in range(1, repetitions + 1):
+            where = f"{model.name} {turn}/{repetitions}"
+            say(f"{where}: a fresh engine computes {prompt_tokens:,} tokens")
+            expected = bench.compute()
+            say(f"{where}: {bench.figures.recompute_s[-1]:.2f} s; a fresh engine and a fresh service restore them")
+            answer = bench.restore(turn)
+            bench.figures.outputs_equal &= answer.tokens[0] == expected.tokens[0]
+            bench.figures.difference = max(bench.figures.difference, _first_difference(answer, expected))
+            say(f"{where}: {answer.ttft_s:.3f} s with {answer.num_cached_tokens:,} tokens restored")
+            bench.measure_ceilings()
+    return bench.figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    model: Model
+    checkpoint: Path
+    longer: tuple[int, ...]
+    hot: str
+    folder: Path
+    figures: Figures = field(default_factory=Figures)
+
+    @property
+    def request(self) -> Request:
+        return Request(self.longer[:-1], max_tokens=_MAX_TOKENS)
+
+    def save(self) -> None:
+        with Node(self.folder, "saves", hot=self.hot) as node:
+            spec = EngineSpec(checkpoint=self.checkpoint, connector={"url": node.url, "mode": "save"})
+            with start_engine(spec, work=WORK, name="bench-save") as engine:
+                engine.generate([_warm_up(0)], timeout_s=_ANSWER_S)
+                engine.generate([self.request], timeout_s=_ANSWER_S)
+                node.settle()
+
+    def compute(self) -> Answer:
+        """Returns the computed answer."""
+        with start_engine(EngineSpec(checkpoint=self.checkpoint), work=WORK, name="bench-compute") as engine:
+            engine.generate([_warm_up(1)], timeout_s=_ANSWER_S)
+            (computed,) = engine.generate([self.request], timeout_s=_ANSWER_S)
+            (again,) = engine.generate([self.request], timeout_s=_ANSWER_S)
+            (one_more,) = engine.generate([Request(self.longer, max_tokens=1)], timeout_s=_ANSWER_S)
+        self.figures.own_difference = max(self.figures.own_difference, _first_difference(again, computed))
+        self.figures.recompute_s.append(computed.ttft_s)
+        self.figures.local_s.append(again.ttft_s)
+        self.figures.one_token_s.append(min(one_more.ttft_s, again.ttft_s))
+        return computed
+
+    def restore(self, turn: int) -> Answer:
+        figures = self.figures
+        with Node(self.folder, f"restores{turn}", hot=self.hot) as node:
+            connector = {"url": node.url, "mode": "load", **self.model.connector}
+            spec = EngineSpec(checkpoint=self.checkpoint, connector=connector)
+            with start_engine(spec, work=WORK, name="bench-restore") as engine:
+                engine.generate([_warm_up(1 + turn)], timeout_s=_ANSWER_S)
+                (answer,) = engine.generate([self.request], timeout_s=_ANSWER_S)
+                raw_bytes = engine.connector_counters().get("connector_raw_bytes_loaded", 0)
+            counters = node.counters()
+        figures.restored_s.append(answer.ttft_s)
+        figures.external_tokens = answer.num_cached_tokens
+        figures.raw_bytes, figures.stored_bytes = int(raw_bytes), int(counters.get("served_bytes", 0))
+        figures.tiers |= {name.split('"')[1] for name in counters if name.startswith("served_records{")}
+        return answer
+
+    def measure_ceilings(self) -> None:
+        """The same bytes, moved once through a socket and once in memory; a first round of each is not timed."""
+        figures, piece = self.figures, 4 << 20
+        if not figures.stored_bytes:
+            raise RuntimeError("nothing was restored: see the engine's log")
+        stored = [memoryview(bytearray(b"\1") * piece) for _ in range(-(-figures.stored_bytes // piece))]
+        with tcp_peer(self.folder) as peer:
+            gets = peer.gets(stored)
+            gets.run()
+            seconds = timed([gets.run])
+        figures.transfer_s.append(seconds * figures.stored_bytes / (piece * len(stored)))
+        source, target = np.ones(figures.raw_bytes, np.uint8), np.ones(figures.raw_bytes, np.uint8)
+        copy = memcpy([memoryview(source)], [memoryview(target)])
+        copy.run()
+        figures.copy_s.append(timed([copy.run]))
+
+
+def _first_difference(one: Answer, other: Answer) -> float:
+    """Of the log probabilities that both list for the first token."""
+    mine, theirs = one.logprobs[0], other.logprobs[0]
+    return max(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())
+
+
+def _warm_up(number: int) -> Request:
+    """A short prompt that no other run asks for: vLLM compiles at its first one."""
+    return Request(seeded_prompt(9000 + number, _WARM_UP_TOKENS), max_tokens=2)
+
+
+def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) -> tuple[str, list[str]]:
+    """Show a table; returns the BENCH line and what is wrong."""
+    table = Table(title="time to first token, computed and restored from Redis by a fresh engine and a fresh service")
+    for name in ("model", "tokens", "restored", "computed", "restored in", "ratio", "own cache", "ceiling", "stored"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    line, failures = [], []
+    for model, tokens, figures in rows:
+        median = statistics.median
+        table.add_row(
+            model.name,
+            f"{tokens:,}",
+            f"{figures.external_tokens:,}",
+            f"{median(figures.recompute_s):.2f} s",
+            f"{median(figures.restored_s):.3f} s",
+            f"{figures.ratio():.1f}",
+            f"{median(figures.local_s):.3f} s",
+            f"{figures.ceiling_s():.3f} s",
+            f"{figures.stored_bytes / (1 << 20):.0f} MiB",
+        )
+        line.append(_as_json(model, tokens, figures))
+        if not figures.outputs_equal:
+            failures.append(f"{model.name}: a restored run's first token differs")
+    if console is not None:
+        console.print(table)
+    return "BENCH " + json.dumps(line), failures
+
+
+def _as_json(model: Model, tokens: int, figures: Figures) -> dict[str, Any]:
+    seconds = {
+        name: [round(value, 4) for value in getattr(figures, name)]
+        for name in ("recompute_s", "restored_s", "local_s", "one_token_s", "transfer_s", "copy_s")
+    }
+    return {
+        "model": model.name,
+        "prompt_tokens": tokens,
+        "external_tokens": figures.external_tokens,
+        "ratio": round(figures.ratio(), 2),
+        "ratio_wanted": model.wanted,
+        **{name.replace("_s", "_median_s"): round(statistics.median(values), 4) for name, values in seconds.items()},
+        "ceiling_s": round(figures.ceiling_s(), 4),
+        "repetitions": seconds,
+        "raw_bytes": figures.raw_bytes,
+        "stored_bytes": figures.stored_bytes,
+        "tiers": sorted(figures.tiers),
+        "outputs_equal": figures.outputs_equal,
+        "logprob_difference": round(figures.difference, 6),
+        "own_logprob_difference": round(figures.own_difference, 6),
+        "settings": dict(model.connector),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Which device a cache needs."""
+
+from __future__ import annotations
+
+import torch
+
+from connector.device.base import Device
+from connector.device.copy import StreamDevice
+from connector.device.cpu import CpuDevice
+from connector.device.streams import open_streams
+
+__all__ = ["open_device"]
+
+
+def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, num_lanes: int) -> Device:
+    """The device that the cache tensors are on.
+
+    Args:
+        where: Of the tensors.
+        ring_bytes: Host memory for saves; a GPU takes as much of its own for pages on their way there.
+        page_bytes_max: Of the largest page of one slice.
+        num_lanes: Threads that load at a time.
+
+    Raises:
+        InvalidRequest: A device that we do not know, or one that has no room.
+    """
+    if where.type == "cpu":
+        return CpuDevice()
+    streams = open_streams(where)
+    return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max, num_lanes=num_lanes)

@@ -1,0 +1,303 @@
+"""Copies between a GPU's blocks and host pages that nobody on the engine's thread waits for.
+
+Saving: the compute stream gathers blocks into a slot of the ring, so whatever the engine orders afterwards (zeroing,
+copy-on-write, the next forward) may overwrite them. A side stream waits for the gather, splits the elements into byte
+planes and copies them to pinned memory; the slot is free again when that is done.
+
+Loading: a codec thread borrows a lane, whose stream waits for the fence that `start_load_kv` recorded on the compute
+stream: kernels ordered before it may still read what the blocks held. Then page to GPU, planes joined, rows to blocks;
+the thread returns, and the load is reported, when the lane's event says so.
+
+Work on streams is done in inference mode: vLLM's caches are inference tensors, not to be written to outside of it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from connector.canonical.runs import BlockRun
+from connector.device.base import Fence, PageGather, Ticket, check_blocks
+from connector.device.kernels import (
+    Cargo,
+    gather_rows,
+    join_planes,
+    pack_rows,
+    scatter_rows,
+    split_planes,
+    storage_bytes,
+)
+from connector.device.memo import RunsMemo
+from connector.device.rows import CacheGeometry, RowPlan, plan_rows
+from connector.device.streams import Event, Stream, Streams
+from kvstore.errors import InternalError, InvalidRequest
+
+__all__ = ["Ring", "StreamCopier", "StreamDevice"]
+
+_BATCH_BYTES = 32 << 20
+_ALIGN_BYTES = 512
+_PLANE_WIDTHS = (2, 4)
+"""Sizes of elements that the codec stores as byte planes."""
+
+
+class StreamDevice:
+    """`Device` with streams: what the copiers of all groups of one rank share.
+
+    Args:
+        streams: The GPU.
+        ring_bytes: Pages that were gathered and not drained yet; as much as the host memory for saves, so that there
+            is room here for whatever has a buffer there.
+        page_bytes_max: Of the largest page.
+        num_lanes: Threads that load at a time.
+
+    Raises:
+        InvalidRequest: The GPU has no room.
+    """
+
+    def __init__(self, streams: Streams, *, ring_bytes: int, page_bytes_max: int, num_lanes: int) -> None:
+        self._streams = streams
+        batch_bytes = _aligned(max(page_bytes_max, min(_BATCH_BYTES, ring_bytes)))
+        # one batch more, since a slot that does not fit at the ring's end leaves up to its size unused there
+        self._ring = Ring(_aligned(ring_bytes) + batch_bytes)
+        self._slots = streams.device_memory(self._ring.num_bytes)
+        self._split = streams.device_memory(batch_bytes)
+        self._drain = streams.side()
+        self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
+        for _ in range(num_lanes):
+            self._lanes.put(_Lane(streams, page_bytes_max))
+        # pinning is slow and stops the device: what torch has pinned once it gives out again without asking the driver
+        pinned = [streams.host_memory(page_bytes_max) for _ in range(ring_bytes // page_bytes_max)]
+        del pinned
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return self._streams.host_memory(num_bytes)
+
+    def fence(self) -> Fence:
+        return self._streams.compute().record()
+
+    def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> StreamCopier:
+        return StreamCopier(self, layers, feeds, element_bytes)
+
+    def gather(
+        self, work: Callable[[torch.Tensor], None], targets: Sequence[torch.Tensor], width: int
+    ) -> Ticket | None:
+        """Gather some pages of one size and start draining them. On the engine's thread.
+
+        Args:
+            work: Fills the slot it is given with the pages, one behind the other.
+            targets: Where they go on the host.
+            width: Of the elements to split; 1: do not.
+
+        Returns:
+            Their ticket, or `None`: nothing was ordered, since the ring is full.
+        """
+        page_bytes = targets[0].numel()
+        num_bytes = page_bytes * len(targets)
+        start = self._ring.take(num_bytes)
+        if start is None:
+            return None
+        slot = self._slots[start : start + num_bytes]
+        compute = self._streams.compute()
+        compute.run(partial(work, slot))
+        self._drain.wait(compute.record())
+        self._drain.run(partial(_drain, slot, self._split[:num_bytes], targets, width))
+        drained = self._drain.record()
+        self._ring.fill(start, num_bytes, drained)
+        return drained
+
+    @property
+    def batch_bytes(self) -> int:
+        """Pages that go in one gather."""
+        return self._split.numel()
+
+    @contextmanager
+    def lane(self) -> Iterator[_Lane]:
+        """A lane of the calling thread's own; waits while there is none."""
+        lane = self._lanes.get()
+        try:
+            yield lane
+        finally:
+            self._lanes.put(lane)
+
+
+class StreamCopier:
+    """`BlockCopier` of one group on a `StreamDevice`.
+
+    Attributes:
+        plane_width: Elements of so many bytes are split into byte planes in host memory; 1: pages are canonical.
+    """
+
+    def __init__(
+        self, device: StreamDevice, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int
+    ) -> None:
+        self._device = device
+        self._cache = storage_bytes(layers[0])
+        if any(layer.untyped_storage().data_ptr() != self._cache.data_ptr() for layer in layers):
+            raise InvalidRequest("the layers of a group must stand in one allocation")
+        self._num_blocks = min(layer.shape[0] for layer in layers)
+        geometry = CacheGeometry(
+            starts=tuple(layer.storage_offset() * layer.element_size() for layer in layers),
+            strides=tuple(layer.stride(0) * layer.element_size() for layer in layers),
+            feeds=tuple(feeds),
+        )
+        self._plans = RunsMemo(partial(plan_rows, geometry))
+        self.plane_width = element_bytes if element_bytes in _PLANE_WIDTHS else 1
+
+    def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
+        planned = [(page, self._plans.of(page.runs, page.target.numel())) for page in pages]
+        for page, plans in planned:
+            check_blocks(page.block_ids, self._num_blocks)
+            if any(len(ids) != plans[0].num_blocks for ids in page.block_ids):
+                raise InternalError("every table must place the whole page", num_blocks=plans[0].num_blocks)
+            if page.target.numel() > self._device.batch_bytes:
+                raise InternalError("a page is larger than the device was told", page_bytes=page.target.numel())
+        # pages whose plans differ in the slice only are neighbours: a page's slices, and pages of equal length
+        tickets: list[Ticket | None] = []
+        for _, alike in groupby(planned, key=lambda each: [plan.key for plan in each[1]]):
+            tickets += self._gather_alike(list(alike))
+        return tickets
+
+    def _gather_alike(self, planned: Sequence[tuple[PageGather, tuple[RowPlan, ...]]]) -> list[Ticket | None]:
+        page_bytes = planned[0][0].target.numel()
+        at_once = max(1, self._device.batch_bytes // page_bytes)
+        tickets: list[Ticket | None] = []
+        for start in range(0, len(planned), at_once):
+            batch = planned[start : start + at_once]
+            ticket = self._gather_batch(batch)
+            if ticket is None and len(batch) > 1:  # less room than a batch, perhaps more than a page
+                tickets += [self._gather_batch([one]) for one in batch]
+            else:
+                tickets += [ticket] * len(batch)
+        return tickets
+
+    def _gather_batch(self, batch: Sequence[tuple[PageGather, tuple[RowPlan, ...]]]) -> Ticket | None:
+        shapes = list(zip(*(plans for _, plans in batch), strict=True))  # for each shape of piece the pages' plans
+        cargos = [
+            pack_rows(
+                plans,
+                [page.block_ids for page, _ in batch],
+                is_alone=len(shapes) == 1,
+                allocate=self._device.host_memory,
+            )
+            for plans in shapes
+        ]
+        return self._device.gather(
+            partial(_gather, self._cache, cargos), [page.target for page, _ in batch], self.plane_width
+        )
+
+    def scatter(
+        self,
+        runs: Sequence[BlockRun],
+        block_ids: Sequence[Sequence[int]],
+        source: torch.Tensor,
+        first_block: int,
+        after: Fence,
+    ) -> None:
+        check_blocks(block_ids, self._num_blocks, writes=True)
+        plans = self._plans.of(runs, source.numel())
+        if any(first_block < 0 or first_block + len(ids) > plans[0].num_blocks for ids in block_ids):
+            raise InternalError("blocks to write must be in the page", first_block=first_block)
+        if not block_ids[0]:
+            return
+        cargos = [
+            pack_rows(
+                [plan],
+                [block_ids],
+                first_block=first_block,
+                is_alone=len(plans) == 1,
+                allocate=self._device.host_memory,
+            )
+            for plan in plans
+        ]
+        with self._device.lane() as lane:
+            lane.load(partial(_scatter, self._cache, cargos), source, self.plane_width, after)
+
+
+class _Lane:
+    """One stream and the memory for a page on its way to the blocks."""
+
+    def __init__(self, streams: Streams, page_bytes_max: int) -> None:
+        self._stream: Stream = streams.side()
+        self._arrived = streams.device_memory(_aligned(page_bytes_max))
+        self._joined = streams.device_memory(_aligned(page_bytes_max))
+
+    def load(self, work: Callable[[torch.Tensor], None], source: torch.Tensor, width: int, after: Fence) -> None:
+        """Copy a page here, behind `after`, and let `work` place it; returns when it is placed."""
+        num_bytes = source.numel()
+        if num_bytes > self._arrived.numel():
+            raise InternalError("a page is larger than the device was told", page_bytes=num_bytes)
+        arrived, joined = self._arrived[:num_bytes], self._joined[:num_bytes]
+        self._stream.wait(after)
+        self._stream.run(partial(_load, work, source, arrived, joined, width))
+        self._stream.record().wait()
+
+
+class Ring:
+    """Stretches of a ring of bytes, given in order and free in order. Not safe from several threads.
+
+    Attributes:
+        num_bytes: Of the whole ring.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._slots: deque[tuple[int, int, Event]] = deque()
+
+    def take(self, num_bytes: int) -> int | None:
+        """Where a free stretch begins, or `None`. The caller fills it, or nothing happened."""
+        while self._slots and self._slots[0][2].is_done():
+            self._slots.popleft()
+        if not self._slots:
+            return 0 if num_bytes <= self.num_bytes else None
+        (oldest, _, _), (newest, head, _) = self._slots[0], self._slots[-1]
+        if newest < oldest:  # it has wrapped: the free part is between them
+            return head if head + num_bytes <= oldest else None
+        if head + num_bytes <= self.num_bytes:
+            return head
+        return 0 if num_bytes <= oldest else None
+
+    def fill(self, start: int, num_bytes: int, until: Event) -> None:
+        """The stretch taken last is in use until the event."""
+        self._slots.append((start, _aligned(start + num_bytes), until))
+
+
+@torch.inference_mode()
+def _gather(cache: torch.Tensor, cargos: Sequence[Cargo], slot: torch.Tensor) -> None:
+    for cargo in cargos:
+        gather_rows(cache, cargo, slot)
+
+
+@torch.inference_mode()
+def _drain(slot: torch.Tensor, split: torch.Tensor, targets: Sequence[torch.Tensor], width: int) -> None:
+    if width > 1:
+        # here and not on the compute stream, which would stand still for it
+        split_planes(slot, len(targets), width, split)
+        slot = split
+    for target, page in zip(targets, slot.split(targets[0].numel()), strict=True):
+        target.copy_(page, non_blocking=True)
+
+
+def _scatter(cache: torch.Tensor, cargos: Sequence[Cargo], page: torch.Tensor) -> None:
+    for cargo in cargos:
+        scatter_rows(cache, cargo, page)
+
+
+@torch.inference_mode()
+def _load(
+    work: Callable[[torch.Tensor], None], source: torch.Tensor, arrived: torch.Tensor, joined: torch.Tensor, width: int
+) -> None:
+    arrived.copy_(source, non_blocking=True)
+    if width > 1:
+        join_planes(arrived, width, joined)
+        arrived = joined
+    work(arrived)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,0 +1,203 @@
+"""Streams and events of a device, in the few words that copies need. The only file that names `torch.cuda`.
+
+A stream does its work in the order it was given, later than the call; two streams know nothing of each other but for
+events. `InlineStreams` does all work in the call itself: the same copies on tensors in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvstore.errors import InvalidRequest
+
+__all__ = ["DONE", "CudaStreams", "Event", "InlineStreams", "Stream", "Streams", "has_gpu", "open_streams"]
+
+
+class Event(Protocol):
+    """A point in a stream. Safe from any thread."""
+
+    def is_done(self) -> bool:
+        """Whether all work before it has ended; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all work before it has ended. Never called on the engine's thread."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that is done in order."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Order `work`: calls that launch on the stream and that no value of the device decides about."""
+        ...
+
+    def record(self) -> Event:
+        """The point behind everything that was ordered so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let what is ordered from now on start after `event`; the caller does not wait."""
+        ...
+
+
+class Streams(Protocol):
+    """One device.
+
+    Attributes:
+        device: Where tensors live.
+    """
+
+    device: torch.device
+
+    def compute(self) -> Stream:
+        """The calling thread's current stream; on the engine's thread the one that its kernels run on."""
+        ...
+
+    def side(self) -> Stream:
+        """A new stream of our own."""
+        ...
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        """uint8 `[num_bytes]` on the device, content undefined.
+
+        Raises:
+            InvalidRequest: There is not so much.
+        """
+        ...
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """uint8 `[num_bytes]` that the device copies to and from without the processor's help, content undefined.
+
+        Raises:
+            InvalidRequest: There is not so much.
+        """
+        ...
+
+
+def has_gpu() -> bool:
+    """Whether this process can use one."""
+    return torch.cuda.is_available()
+
+
+def open_streams(device: torch.device) -> Streams:
+    """The streams of the device that a cache lives on.
+
+    Raises:
+        InvalidRequest: A device that we do not know.
+    """
+    if device.type == "cuda":
+        return CudaStreams(device)
+    if device.type == "cpu":
+        return InlineStreams()
+    raise InvalidRequest("caches on this device are not supported", device=str(device))
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> Event:
+        # "blocking": whoever waits sleeps, where the default would spin on a core that the engine wants
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return _CudaEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
+
+
+class CudaStreams:
+    """`Streams` of one GPU.
+
+    Every call names the device: codec threads start on GPU 0, where they would open a context that costs memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+
+    def compute(self) -> Stream:
+        return _CudaStream(torch.cuda.current_stream(self.device))
+
+    def side(self) -> Stream:
+        return _CudaStream(torch.cuda.Stream(self.device))
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise InvalidRequest(
+                "the GPU has no room for the connector's ring; lower pinned_bytes or gpu_memory_utilization",
+                ring_bytes=num_bytes,
+            ) from error
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:  # what torch makes of a refused cudaHostAlloc
+                raise InvalidRequest(
+                    "no memory could be pinned; lower pinned_bytes or raise the memlock limit", num_bytes=num_bytes
+                ) from error
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+DONE: Event = _Done()
+"""The event of work that was done when it was ordered."""
+
+
+class _InlineStream:
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        return
+
+
+class InlineStreams:
+    """`Streams` on tensors in host memory, where work is done when it is ordered."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def compute(self) -> Stream:
+        return _InlineStream()
+
+    def side(self) -> Stream:
+        return _InlineStream()
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,0 +1,205 @@
+"""What an engine's `/metrics` says about us: a table of stable names, and the arithmetic of what travels there.
+
+The two sides count in `Meters`. What they counted since vLLM's last question travels as a *payload* of plain values:
+`counters` and `gauges` by meter key, `times` as lists of seconds by meter name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.runtime.meters import Meters
+
+__all__ = ["COUNTERS", "GAUGES", "TIMES", "Drain", "Metric", "Payload", "merge", "metric_of", "summary"]
+
+Payload = dict[str, dict[str, Any]]
+
+_MIB = 1 << 20
+_KEY = re.compile(r'(?P<name>\w+)(?:\{(?P<label>\w+)="(?P<value>.*)"\})?', re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of `/metrics`.
+
+    Attributes:
+        name: In Prometheus, where counters get `_total` behind it. Never renamed.
+        meter: In `Meters`.
+        documentation: For people.
+        label: Its one label beside vLLM's own, or `None`.
+    """
+
+    name: str
+    meter: str
+    documentation: str
+    label: str | None = None
+
+
+COUNTERS = (
+    Metric("vllm:kvstore_hits", "connector_hits", "Requests resumed from the store."),
+    Metric("vllm:kvstore_misses", "connector_misses", "Requests for which nothing was loaded, by reason.", "reason"),
+    Metric(
+        "vllm:kvstore_hits_cut",
+        "connector_hits_cut",
+        "Hits of which less was loaded than was stored, by reason.",
+        "reason",
+    ),
+    Metric(
+        "vllm:kvstore_requests_followed",
+        "connector_requests_followed",
+        "Requests that waited for another one to load the same prefix.",
+    ),
+    Metric(
+        "vllm:kvstore_requests_opted_out",
+        "connector_requests_opted_out",
+        "Requests that asked not to be loaded or saved.",
+        "of",
+    ),
+    Metric(
+        "vllm:kvstore_handoffs",
+        "connector_handoffs",
+        "Prompts of prefill engines that were waited for, by whether they arrived in time.",
+        "outcome",
+    ),
+    Metric("vllm:kvstore_external_tokens", "connector_external_tokens", "Prompt tokens restored, not computed."),
+    Metric(
+        "vllm:kvstore_staged_records",
+        "connector_records_staged",
+        "Records staged for hits, by the tier that they were read from.",
+        "tier",
+    ),
+    Metric(
+        "vllm:kvstore_uncacheable_requests",
+        "connector_uncacheable_requests",
+        "Requests that are neither loaded nor saved, by reason.",
+        "reason",
+    ),
+    Metric("vllm:kvstore_loaded_bytes", "connector_raw_bytes_loaded", "Bytes written to KV blocks, on all ranks."),
+    Metric("vllm:kvstore_failed_loads", "connector_failed_loads", "Hits that could not be loaded and are recomputed."),
+    Metric("vllm:kvstore_load_errors", "connector_load_errors", "Loads that failed on a rank."),
+    Metric("vllm:kvstore_corrupt_records", "connector_corrupt_records", "Records whose checksum failed at the engine."),
+    Metric(
+        "vllm:kvstore_saves",
+        "connector_saves",
+        "Slices of pages and states handed to the store, by what became of them.",
+        "outcome",
+    ),
+    Metric("vllm:kvstore_saves_delayed", "connector_saves_delayed", "Saves that waited for room in host memory."),
+    Metric("vllm:kvstore_saved_raw_bytes", "connector_raw_bytes_saved", "Bytes copied from KV blocks to be saved."),
+    Metric("vllm:kvstore_saved_bytes", "connector_bytes_stored", "Encoded bytes that the store took."),
+    Metric("vllm:kvstore_audits", "connector_audits", "Hits chosen to be computed again and compared."),
+    Metric("vllm:kvstore_audited_pages", "connector_audited_pages", "Restored pages that were compared."),
+    Metric(
+        "vllm:kvstore_audit_mismatches",
+        "connector_audit_mismatches",
+        "Restored pages that differ from their recomputation beyond rounding.",
+    ),
+    Metric("vllm:kvstore_audit_skipped", "connector_audit_skipped", "Audits that could not be made."),
+    Metric(
+        "vllm:kvstore_audit_read_back_pages",
+        "connector_audit_read_back_pages",
+        "Pages read back from blocks right after their load and compared with what was stored.",
+    ),
+    Metric("vllm:kvstore_guarded_errors", "connector_guarded_errors", "Errors of the connector kept from the engine."),
+)
+
+TIMES = (
+    Metric("vllm:kvstore_lookup_seconds", "connector_lookup_seconds", "Seconds to learn what is stored for a prompt."),
+    Metric("vllm:kvstore_stage_seconds", "connector_stage_seconds", "Seconds to fetch a hit into this node's memory."),
+    Metric("vllm:kvstore_load_seconds", "connector_load_seconds", "Seconds to load a hit to a rank's KV blocks."),
+)
+
+TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+
+GAUGES = (
+    Metric("vllm:kvstore_ready", "connector_ready", "1 when the engine saves and resumes, 0 while or where it cannot."),
+    Metric(
+        "vllm:kvstore_audit_max_difference",
+        "connector_audit_max_difference",
+        "Largest difference that an audit has seen on any rank.",
+    ),
+    Metric("vllm:kvstore_saves_in_flight", "connector_saves_in_flight", "Save jobs that ranks still hold memory for."),
+)
+
+_BY_METER: Mapping[str, Metric] = {metric.meter: metric for metric in (*COUNTERS, *TIMES, *GAUGES)}
+_GAUGE_METERS = frozenset(metric.meter for metric in GAUGES)
+
+
+def metric_of(key: str) -> tuple[Metric, str | None] | None:
+    """The metric of a meter key and the value of its label; `None` for a meter that is not shown."""
+    match = _KEY.fullmatch(key)
+    metric = _BY_METER.get(match["name"]) if match is not None else None
+    if match is None or metric is None or metric.label != match["label"]:
+        return None
+    return metric, match["value"]
+
+
+class Drain:
+    """What one side's meters have counted since the last time somebody asked.
+
+    Args:
+        meters: The side's; gauges that are set there are told as such.
+        gauges: Gives further gauges by meter name. Only those that changed are told.
+    """
+
+    def __init__(self, meters: Meters, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
+        self._meters = meters
+        self._gauges = gauges
+        self._told: dict[str, float] = {}
+        self._told_gauges: dict[str, float] = {}
+
+    def take(self) -> Payload | None:
+        """The payload, or `None` when nothing happened."""
+        payload: Payload = {}
+        seen = self._meters.snapshot()
+        gauges = {**self._gauges(), **{key: value for key, value in seen.items() if key in _GAUGE_METERS}}
+        counters = {
+            key: value - self._told.get(key, 0)
+            for key, value in seen.items()
+            if value != self._told.get(key) and key not in gauges and metric_of(key) is not None
+        }
+        if counters:
+            payload["counters"] = counters
+            self._told = seen
+        times = {name: values for name, values in self._meters.take_observations().items() if name in _BY_METER}
+        if times:
+            payload["times"] = times
+        changed = {name: value for name, value in gauges.items() if self._told_gauges.get(name) != value}
+        if changed:
+            payload["gauges"] = changed
+            self._told_gauges |= changed
+        return payload or None
+
+
+def merge(into: Payload, other: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add another payload: counters add up, times follow each other, a later gauge replaces."""
+    for key, value in other.get("counters", {}).items():
+        counters = into.setdefault("counters", {})
+        counters[key] = counters.get(key, 0) + value
+    for name, values in other.get("times", {}).items():
+        times = into.setdefault("times", {})
+        times[name] = [*times.get(name, ()), *values]
+    if other.get("gauges"):
+        into.setdefault("gauges", {}).update(other["gauges"])
+
+
+def summary(payload: Mapping[str, Mapping[str, Any]]) -> dict[str, int | float]:
+    """A payload in a line of vLLM's log: what happened, by a short name."""
+    line: dict[str, int | float] = {}
+    for key, value in payload.get("counters", {}).items():
+        if (found := metric_of(key)) is None:
+            continue
+        metric, label = found
+        name = metric.name.removeprefix("vllm:kvstore_") + (f":{label}" if label else "")
+        if name.endswith("bytes"):
+            line[name.removesuffix("bytes") + "MiB"] = round(value / _MIB, 1)
+        else:
+            line[name] = int(value)
+    for name, values in payload.get("times", {}).items():
+        short = _BY_METER[name].name.removeprefix("vllm:kvstore_").removesuffix("_seconds")
+        line[f"{short}_ms_mean"] = round(1000 * sum(values) / len(values), 1)
+        line[f"{short}_ms_max"] = round(1000 * max(values), 1)
+    return line

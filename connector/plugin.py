@@ -1,0 +1,19 @@
+"""vLLM's plugin entry point: makes `"kv_connector": "KVStoreConnector"` known by name in every process of an engine.
+
+vLLM calls `register` in the front end, the engine core and every worker. Nothing of ours is imported by it: the
+connector's module, and torch with it, is loaded when an engine is configured to use it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+_NAME = "KVStoreConnector"
+
+
+def register() -> None:
+    """Tell vLLM's factory where the connector is. May be called any number of times in a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if _NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(_NAME, "connector", _NAME)

@@ -1,0 +1,68 @@
+"""What a single request asks of the cache: the object `kvstore` in its `kv_transfer_params`.
+
+An object of our own and not bare keys, since the parameters of all connectors of an engine travel in one map
+(`MultiConnector`, a proxy's `do_remote_prefill`): what is not in our object is not ours to judge.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvstore.api import Retention
+
+__all__ = ["OBJECT", "RequestFlags", "read_flags"]
+
+OBJECT = "kvstore"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFlags:
+    """Per-request control; the defaults are what a request without any gets.
+
+    Attributes:
+        load: May be resumed from stored pages.
+        save: Its pages are stored.
+        retention: How long they are likely to be of use: `normal`, or `short` for what is not worth a place beyond
+            the node's memory. The first request that saves a page decides.
+    """
+
+    load: bool = True
+    save: bool = True
+    retention: Retention = Retention.NORMAL
+
+
+def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tuple[str, ...]]:
+    """Read a request's `kv_transfer_params`.
+
+    Returns:
+        The flags, and for people what of our object was not understood. What is not understood is left out: a request
+        is answered, whatever its hints are worth.
+    """
+    ours = parameters.get(OBJECT) if isinstance(parameters, Mapping) else None
+    if ours is None:
+        return RequestFlags(), ()
+    if not isinstance(ours, Mapping):
+        return RequestFlags(), (f"kv_transfer_params.{OBJECT}: expected an object, seen {type(ours).__name__}",)
+    known = {field.name for field in fields(RequestFlags)}
+    retentions = [retention.value for retention in Retention]
+    values: dict[str, Any] = {}
+    complaints = []
+    for key, value in ours.items():
+        where = f"kv_transfer_params.{OBJECT}.{str(key)[:64]}"
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            complaints.append(f"{where}: unknown, {hint}")
+        elif key == "retention":
+            if value in retentions:
+                values[key] = Retention(value)
+            else:
+                complaints.append(f"{where}: expected one of {', '.join(retentions)}, seen {str(value)[:64]!r}")
+        elif not isinstance(value, bool):
+            complaints.append(f"{where}: expected true or false, seen {type(value).__name__}")
+        else:
+            values[key] = value
+    return RequestFlags(**values), tuple(complaints)

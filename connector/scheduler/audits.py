@@ -1,0 +1,378 @@
+"""Which resume points are audited: the first request that would resume from one computes it, and both are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from connector.identity import CacheShape
+from connector.jobs import AuditJob, AuditJobs, BlockIds, LoadPiece
+from connector.scheduler.bridge import Bridge
+from connector.scheduler.load_plan import blocks_of
+from connector.scheduler.saves import Offer
+from kvstore.api import Deadline, LeaseId, PageStore, Staged
+from kvstore.errors import Closed
+from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.meters import Meters
+
+__all__ = ["Audits", "is_sampled"]
+
+_SEEN_MAX = 1 << 16
+"""Boundaries that are remembered as audited; the oldest is forgotten, and may be audited once more."""
+
+_OPEN_MAX = 64
+"""Requests that compute for an audit at a time: each keeps its records leased."""
+
+_RENEW_SHARE = 3
+
+Tables = Callable[[], Sequence[Sequence[int]]]
+
+
+def is_sampled(prefix: PrefixHash, rate: float) -> bool:
+    """Whether a boundary belongs to the audited share; the same in every engine, and of a larger share too."""
+    return int.from_bytes(prefix[-8:], "little") < rate * (1 << 64)
+
+
+@dataclass(slots=True)
+class _Record:
+    """One staged page, tail or state, all its slices, that waits for the engine to compute it."""
+
+    group: int
+    start_tokens: int
+    stop_tokens: int
+    keys: tuple[RecordKey, ...]
+
+    @property
+    def name(self) -> tuple[PrefixHash, int]:
+        return self.keys[0].prefix, self.group
+
+
+@dataclass(slots=True)
+class _Audit:
+    """A hit that its request computes instead.
+
+    Attributes:
+        lease: Keeps the records readable.
+        lease_s: How long, unless it is renewed.
+        renewed_s: Monotonic time of the last renewal.
+        waiting: Records that are not computed yet.
+        open_jobs: Comparisons that ranks have not answered: by id the number of ranks.
+        from_tokens: What lies below the request did not compute.
+    """
+
+    lease: LeaseId
+    lease_s: float
+    renewed_s: float
+    waiting: list[_Record]
+    open_jobs: dict[int, int] = field(default_factory=dict)
+    from_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """An audited load: where its request resumes, and whether vLLM gave it its blocks since the last step."""
+
+    resume_tokens: int
+    is_new: bool = True
+
+
+class Audits:
+    """Belongs to the engine's thread.
+
+    A boundary is audited once by an engine, if its request computes so far: else another request may do it.
+
+    Args:
+        rate: Share of boundaries, chosen by their hash.
+        shape: The model's cache.
+        bridge: To the store.
+        num_ranks: Ranks that answer each job.
+        meters: Counters.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        shape: CacheShape,
+        bridge: Bridge,
+        *,
+        num_ranks: int,
+        meters: Meters,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._rate = rate
+        self._shape = shape
+        self._bridge = bridge
+        self._num_ranks = num_ranks
+        self._meters = meters
+        self._clock = clock
+        self._seen: dict[tuple[PrefixHash, int], None] = {}
+        self._audits: dict[str, list[_Audit]] = {}  # by request
+        self._ending: list[_Audit] = []  # their requests have ended, ranks still compare
+        self._computing: set[str] = set()  # requests with audits that have begun to compute
+        self._loaded: dict[str, _Loaded] = {}  # by request, until its first forward
+        self._gone: list[str] = []
+        self._next_id = 0
+
+    # ---- hits
+
+    def claim(self, request_id: str, staged: Staged, local_tokens: int) -> int | None:
+        """Take a staged hit over when some of it is to be audited.
+
+        What is left of the hit is staged anew and may have to be audited as well, until nothing is left or all of it
+        was audited. A request that lost its blocks meanwhile takes its hit: it is made to compute once.
+
+        Args:
+            request_id: Whose hit.
+            staged: The hit; when it is taken over its lease is ours to end.
+            local_tokens: What the engine has itself.
+
+        Returns:
+            Up to where the request may resume from the store after all, or `None`: the hit is as it was.
+        """
+        assert staged.lease is not None
+        if request_id in self._computing or len(self._audits) + len(self._ending) >= _OPEN_MAX:
+            return None
+        due = [
+            record
+            for record in _records(staged)
+            if record.stop_tokens > local_tokens
+            and record.name not in self._seen
+            and not self._shape.groups[record.group].facts.drafts  # they depend on a token that no hash covers
+            and is_sampled(record.name[0], self._rate)
+        ]
+        if not due:
+            return None
+        for record in due:
+            self._remember(record)
+        audit = _Audit(staged.lease, staged.lease_s, self._clock.monotonic_s(), due)
+        self._audits.setdefault(request_id, []).append(audit)
+        self._meters.add("connector_audits")
+        # a state ends where it starts: it is computed from the boundary before
+        step = self._shape.boundary_tokens
+        return min(min(record.start_tokens, record.stop_tokens - step) for record in due)
+
+    def _remember(self, record: _Record) -> None:
+        self._seen[record.name] = None
+        while len(self._seen) > _SEEN_MAX:
+            del self._seen[next(iter(self._seen))]
+
+    # ---- loads
+
+    def on_load(self, request_id: str, staged: Staged, resume_tokens: int) -> bool:
+        """A hit is being loaded; says whether the ranks read its blocks back."""
+        self._loaded.pop(request_id, None)
+        if not any(is_sampled(key.prefix, self._rate) for key in staged.keys):
+            return False
+        self._loaded[request_id] = _Loaded(resume_tokens)
+        return True
+
+    def on_load_gone(self, request_id: str) -> None:
+        """The load failed, or its blocks are not there any more."""
+        if self._loaded.pop(request_id, None) is not None:
+            self._gone.append(request_id)
+
+    def _read_backs(self, computed_tokens: Mapping[str, int]) -> tuple[str, ...]:
+        """Loads whose requests compute for the first time, with what these had before."""
+        found = [request_id for request_id in self._loaded if request_id in computed_tokens]
+        # one that resumes inside its last block writes to it
+        whole = [name for name in found if computed_tokens[name] >= self._loaded[name].resume_tokens]
+        self._gone += set(found) - set(whole)
+        for request_id in found:
+            del self._loaded[request_id]
+        return tuple(whole)
+
+    # ---- steps
+
+    def plan_step(
+        self,
+        computed_tokens: Mapping[str, int],
+        final_tokens: Mapping[str, int],
+        tables: Mapping[str, Sequence[Sequence[int]]],
+        offers: Mapping[str, Sequence[Offer]],
+        preempted: Sequence[str],
+    ) -> AuditJobs:
+        """What of a step is looked at once more.
+
+        Args:
+            computed_tokens: By request, tokens that were there before the step.
+            final_tokens: By request, tokens whose cache content is final after its forward.
+            tables: By request, its block ids for each of vLLM's groups.
+            offers: By request, states that the forward writes.
+            preempted: Requests that lost their blocks.
+        """
+        for request_id in preempted:
+            self._on_blocks_lost(request_id)
+        records: list[AuditJob] = []
+        for request_id in final_tokens.keys() & self._audits.keys():
+            self._computing.add(request_id)
+            for audit in self._audits[request_id]:
+                if audit.from_tokens is None:
+                    audit.from_tokens = computed_tokens.get(request_id, final_tokens[request_id])
+                pieces = self._pieces(
+                    audit, final_tokens[request_id], partial(tables.__getitem__, request_id), offers.get(request_id, ())
+                )
+                if pieces:
+                    records.append(AuditJob(self._next_id, audit.lease, pieces))
+                    audit.open_jobs[self._next_id] = self._num_ranks
+                    self._next_id += 1
+            self._end_done(request_id)
+        for audit in self._open():
+            self._renew(audit)
+        read_backs = self._read_backs(computed_tokens)
+        for loaded in self._loaded.values():
+            loaded.is_new = False
+        gone, self._gone = tuple(self._gone), []
+        return AuditJobs(tuple(records), read_backs, gone)
+
+    def _pieces(
+        self, audit: _Audit, final_tokens: int, tables: Tables, offers: Sequence[Offer]
+    ) -> tuple[LoadPiece, ...]:
+        assert audit.from_tokens is not None
+        pieces: list[LoadPiece] = []
+        for record in list(audit.waiting):
+            if record.stop_tokens > final_tokens:
+                continue
+            audit.waiting.remove(record)
+            placed = self._place(record, audit.from_tokens, tables, offers)
+            if placed is None:
+                self._leave([record])
+            else:
+                pieces += placed
+        return tuple(pieces)
+
+    def _place(
+        self, record: _Record, from_tokens: int, tables: Tables, offers: Sequence[Offer]
+    ) -> list[LoadPiece] | None:
+        """Where the computed content of a record stands, or `None` when the engine did not compute or keep it."""
+        group = self._shape.groups[record.group]
+        block_tokens = group.facts.block_tokens
+        block_ids: BlockIds
+        if group.is_state:
+            by_group = {offer.vllm_group: offer.block_id for offer in offers if _is_of(offer, record)}
+            block_ids = tuple((by_group.get(feed, 0),) for feed in group.facts.feed_groups)
+            span_blocks, first_block = 1, 0
+        else:
+            first = -(-max(record.start_tokens, from_tokens) // block_tokens)
+            last = record.stop_tokens // block_tokens
+            if first >= last:
+                return None
+            block_ids = blocks_of(group, tables(), first, last)
+            span_blocks = (record.stop_tokens - record.start_tokens) // block_tokens
+            first_block = first - record.start_tokens // block_tokens
+        if any(0 in ids for ids in block_ids):
+            return None
+        return [LoadPiece(key, span_blocks, first_block, block_ids) for key in record.keys]
+
+    def _on_blocks_lost(self, request_id: str) -> None:
+        """The request was preempted: what it has not computed yet, another request may.
+
+        What it has been given since, before the step that tells of this, it still has.
+        """
+        loaded = self._loaded.get(request_id)
+        if loaded is not None and not loaded.is_new:
+            self.on_load_gone(request_id)
+        for audit in self._audits.get(request_id, ()):
+            if audit.from_tokens is not None:
+                self._leave(audit.waiting)
+                audit.waiting = []
+        self._end_done(request_id)
+
+    def on_finished(self, request_id: str) -> None:
+        """The request has ended."""
+        self.on_load_gone(request_id)
+        self._computing.discard(request_id)
+        for audit in self._audits.pop(request_id, []):
+            self._leave(audit.waiting)
+            audit.waiting = []
+            self._ending.append(audit)
+        self._ending = self._without_done(self._ending)
+
+    def on_done(self, done: Mapping[int, int]) -> None:
+        """Ranks answered jobs."""
+        for audit in self._open():
+            _count_down(audit, done)
+        for request_id in list(self._audits):
+            self._end_done(request_id)
+        self._ending = self._without_done(self._ending)
+
+    def _open(self) -> list[_Audit]:
+        return [*self._ending, *(audit for audits in self._audits.values() for audit in audits)]
+
+    @property
+    def has_open(self) -> bool:
+        """Whether an engine without requests has to step on: ranks still compare, and leases wait for that."""
+        return bool(self._ending)
+
+    def _end_done(self, request_id: str) -> None:
+        left = self._without_done(self._audits.pop(request_id, []))
+        if left:
+            self._audits[request_id] = left
+
+    def _without_done(self, audits: Iterable[_Audit]) -> list[_Audit]:
+        """Those that still wait for something; the others' leases end."""
+        left = []
+        for audit in audits:
+            if audit.waiting or audit.open_jobs:
+                left.append(audit)
+            else:
+                self._release(audit)
+        return left
+
+    def _leave(self, records: Iterable[_Record]) -> None:
+        for record in records:
+            self._seen.pop(record.name, None)
+            self._meters.add("connector_audit_skipped")
+
+    # ---- leases
+
+    def _renew(self, audit: _Audit) -> None:
+        now = self._clock.monotonic_s()
+        if now - audit.renewed_s <= audit.lease_s / _RENEW_SHARE:
+            return
+        audit.renewed_s = now
+
+        async def renew(store: PageStore) -> None:
+            await store.renew(audit.lease, deadline=Deadline.after(1.0))
+
+        self._submit_quietly(renew)
+
+    def _release(self, audit: _Audit) -> None:
+        async def release(store: PageStore) -> None:
+            await store.release(audit.lease)
+
+        self._submit_quietly(release)
+
+    def _submit_quietly(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
+        with suppress(Closed):  # at the very end: leases end with the connection
+            self._bridge.submit(work)
+
+
+def _records(staged: Staged) -> list[_Record]:
+    """The records of a hit, slices put together."""
+
+    def of_record(item: tuple[RecordKey, tuple[int, int]]) -> tuple[int, int, int, bytes]:
+        key, (start, stop) = item
+        return key.group, stop, start, key.prefix
+
+    items = sorted(zip(staged.keys, staged.spans, strict=True), key=of_record)
+    return [
+        _Record(group, start, stop, tuple(key for key, _ in slices))
+        for (group, stop, start, _), slices in groupby(items, key=of_record)
+    ]
+
+
+def _is_of(offer: Offer, record: _Record) -> bool:
+    return offer.boundary_tokens == record.stop_tokens
+
+
+def _count_down(audit: _Audit, done: Mapping[int, int]) -> None:
+    for audit_id in audit.open_jobs.keys() & done.keys():
+        audit.open_jobs[audit_id] -= done[audit_id]
+        if audit.open_jobs[audit_id] <= 0:
+            del audit.open_jobs[audit_id]

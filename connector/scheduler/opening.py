@@ -1,0 +1,165 @@
+"""How an engine gets its namespace: weights digested, layout proven on every rank, the service asked.
+
+And how it loses and gets one again where weights change while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from connector.facts import EngineFacts
+from connector.identity import CacheShape, describe_namespace
+from connector.scheduler.bridge import Bridge
+from connector.settings import ConnectorSettings
+from connector.weights import WeightsIdFile, find_weights_id
+from kvstore.api import Deadline, PageStore
+from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
+from kvstore.model.keys import NamespaceId
+
+__all__ = ["Opening"]
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_OPEN_RETRY_S = 0.5
+
+
+class Opening:
+    """Opens the namespace in the background, for as long as it takes.
+
+    Attributes:
+        refused: Why this engine is not cached, or `None`.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        facts: EngineFacts,
+        shape: CacheShape,
+        bridge: Bridge,
+        *,
+        cache_folder: Path,
+        rank_refusals: Mapping[int, str | None],
+    ) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._shape = shape
+        self._bridge = bridge
+        self._cache_folder = cache_folder
+        self._binding = 0  # counts the weights that the engine was bound to
+        self._opened: tuple[int, NamespaceId] | None = None
+        self._detached = False
+        self._file = _weights_id_file(settings)
+        self.refused: str | None = None
+        for rank, refusal in rank_refusals.items():
+            if refusal is not None:
+                self._refuse(f"rank {rank}: {refusal}")
+        self._task = self._start(settings.weights_id)
+
+    def _start(self, weights_id: str | None) -> Future[None]:
+        binding = self._binding
+        return self._bridge.submit(lambda store: self._open(store, binding, weights_id))
+
+    @property
+    def namespace(self) -> NamespaceId | None:
+        """Once it is open, and while the engine has the weights that it is for."""
+        opened = self._opened  # set on another thread
+        return opened[1] if opened is not None and opened[0] == self._binding and not self._detached else None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.namespace is not None and self.refused is None
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether there will be a namespace without anybody's doing."""
+        return self.refused is None and not self._detached
+
+    def reset(self, *, is_empty: bool) -> None:
+        """Detach from the weights, and attach to others where their id was written: else there is no namespace.
+
+        Args:
+            is_empty: vLLM holds no block that could be of older weights.
+        """
+        if self.refused is not None:
+            return
+        self._detached = True
+        self._task.cancel()
+        try:
+            weights_id = self._file.read() if self._file is not None else None
+        except (InvalidRequest, OSError) as error:
+            _log.warning("kvstore: detached: the new weights id cannot be read: %s", error)
+            return
+        if self._file is None or weights_id is None:
+            _log.info("kvstore: detached: nothing is cached until a new weights id is written and caches are reset")
+        elif not is_empty:
+            _log.warning(
+                "kvstore: detached: weights id %s is not taken up while the engine holds blocks that may be of older"
+                " weights; reset its caches again when no request runs, or with reset_running_requests",
+                weights_id,
+            )
+        else:
+            self._file.take()
+            self._binding += 1
+            self._detached = False
+            self._task = self._start(weights_id)
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    async def _open(self, store: PageStore, binding: int, weights_id: str | None) -> None:
+        if self.refused is not None:
+            return
+        try:
+            namespace = await self._find_namespace(store, weights_id)
+        except Closed:
+            return  # the engine ends
+        except KVStoreError as error:
+            self._refuse(str(error))
+        except Exception as error:  # noqa: BLE001 - a background task's top: an engine without a cache must say why
+            _log.exception("kvstore: the namespace could not be opened")
+            self._refuse(f"{type(error).__name__}: {error}")
+        else:
+            self._opened = binding, namespace
+
+    async def _find_namespace(self, store: PageStore, weights_id: str | None) -> NamespaceId:
+        try:
+            if weights_id is None:
+                weights_id = await asyncio.get_running_loop().run_in_executor(
+                    None, find_weights_id, self._facts, self._cache_folder
+                )
+            description = describe_namespace(self._facts, self._shape, weights_id)
+        except (InvalidRequest, OSError) as error:
+            raise InvalidRequest(f"the weights have no id: {error}") from error
+        while True:
+            try:
+                namespace = await store.open_namespace(description, deadline=Deadline.after(5.0))
+                break
+            except Unavailable:
+                await asyncio.sleep(_OPEN_RETRY_S)  # the client says what is wrong, once, and keeps connecting
+            except InvalidRequest as error:
+                raise InvalidRequest(f"the service refuses the namespace: {error}") from error
+        layout = self._shape.layout
+        _log.info(
+            "kvstore: caching in namespace %s: %s, pages of %d tokens in %d slices, service %s",
+            namespace.hex(),
+            ", ".join(group.kind.name for group in layout.groups),
+            layout.page_tokens,
+            sum(group.num_slices for group in layout.groups),
+            self._settings.url,
+        )
+        return namespace
+
+    def _refuse(self, reason: str) -> None:
+        if self.refused is None:
+            self.refused = reason
+            _log.warning("kvstore: this engine is not cached: %s", reason)
+
+
+def _weights_id_file(settings: ConnectorSettings) -> WeightsIdFile | None:
+    if not settings.weights_may_change or settings.weights_id_file is None:
+        return None
+    return WeightsIdFile(Path(settings.weights_id_file))

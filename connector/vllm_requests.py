@@ -1,0 +1,92 @@
+"""What vLLM's request says of its content, as plain values; read without importing vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from connector.content import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
+
+__all__ = ["RequestReader"]
+
+_NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
+"""vLLM's own names for media that it neither hashes nor caches: they begin anew with every process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """Reads the content of requests of one engine.
+
+    Attributes:
+        trusts_media: Identifiers of media stand for their content, whoever chose them.
+        media_rules: Settings of the engine that change what is made of a media item.
+        adapters_on_media: Adapters change what is made of media items too.
+    """
+
+    trusts_media: bool = False
+    media_rules: str = ""
+    adapters_on_media: bool = False
+
+    @classmethod
+    def of(
+        cls, *, trusts_media: bool, media_rules: Mapping[str, Any], adapter_rules: Mapping[str, str]
+    ) -> RequestReader:
+        """From what the operator and the engine have set."""
+        told = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
+        return cls(trusts_media, told, "media_towers" in adapter_rules)
+
+    def content(self, request: Any) -> PromptContent | None:
+        """What a request has beside tokens; `None`: nothing.
+
+        Raises:
+            UncacheableContent: It depends on something that is not content, or not known to be.
+        """
+        if getattr(request, "resumable", False):
+            raise UncacheableContent("streaming_session", "a streaming session changes its prompt as it goes")
+        if request.lora_request is None and not request.mm_features and request.prompt_embeds is None:
+            if request.prompt_token_ids is None:
+                raise UncacheableContent("no_tokens", "the prompt has no tokens")
+            return None
+        return PromptContent(
+            adapter=_adapter(request.lora_request),
+            media=tuple(self._item(feature, request.lora_request) for feature in request.mm_features or ()),
+            embedded=_embedded(request.prompt_embeds, request.prompt_is_token_ids),
+        )
+
+    def _item(self, feature: Any, lora_request: Any) -> MediaItem:
+        identifier = feature.mm_hash or feature.identifier
+        if not self.trusts_media:
+            raise UncacheableContent("multimodal", "identifiers of media are not trusted")
+        if _NUMBERED.match(identifier):
+            raise UncacheableContent("media_without_hash", "vLLM does not hash media while its caches of them are off")
+        if lora_request is not None and self.adapters_on_media:
+            raise UncacheableContent("media_adapter", "the adapter changes what is made of media")
+        position = feature.mm_position
+        if self.media_rules:
+            identifier = f"{self.media_rules}:{identifier}"
+        return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
+
+
+def _adapter(lora_request: Any) -> AdapterRequest | None:
+    if lora_request is None:
+        return None
+    if lora_request.load_inplace:
+        raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, nobody can tell when")
+    return AdapterRequest(int(lora_request.lora_int_id), str(lora_request.lora_path))
+
+
+def _embedded(rows: torch.Tensor | None, is_token: list[bool] | None) -> EmbeddedPrompt | None:
+    if rows is None:
+        return None
+    if rows.device.type != "cpu" or rows.ndim != 2:
+        raise UncacheableContent("prompt_embeds", "embeddings that are not a matrix in host memory")
+    # [num_tokens, hidden], whatever type -> [num_tokens, hidden * element bytes], bytes
+    data = rows.detach().contiguous().view(torch.uint8)
+    dtype = str(rows.dtype).removeprefix("torch.")
+    return EmbeddedPrompt(dtype, data.shape[1], data.numpy().data.cast("B"), bytes(is_token or ()))

@@ -1,0 +1,1 @@
+"""What is stored where, how large and how used. See README.md."""

@@ -1,0 +1,199 @@
+"""A boundary's entry as bytes (little-endian), and many of them as one array. Pure.
+
+| at | bytes | field |
+|---|---|---|
+| 0 | 1 | version, 1 |
+| 1 | 1 | leaving: a bit per level |
+| 2 | 2 | zero |
+| 4 | 4 | tokens |
+| 8 | 32 | prefix hash of the parent; zeros: unknown or none |
+| 40 | 4 | first use, s since the Unix epoch |
+| 44 | 4 | last use |
+| 48 | 4 | hits |
+| 52 | 4 | pinned until; 0: not |
+| 56 | 6 per level and group | bytes of the group's records, level by level |
+| behind | `row_bytes` per level | for each group, on bytes of its own, a bit per slice, lowest first |
+
+All of it follows from the namespace's layout, so its entries have one size: 112 bytes for 4 groups of 8 slices.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import CorruptRecord, InvalidRequest
+from kvstore.model.keys import PREFIX_BYTES, PrefixHash
+from kvstore.model.layout import Layout
+
+__all__ = ["ENTRY_VERSION", "SUM_BYTES", "EntryShape", "EntryTable", "Level"]
+
+
+class Level(IntEnum):
+    """A place that several services, or several runs of one, see alike. The numbers are stored."""
+
+    HOT = 0
+    COLD = 1
+
+
+ENTRY_VERSION = 1
+SUM_BYTES = 6
+LEAVING_AT, TOKENS_AT, PARENT_AT, FIRST_USE_AT, LAST_USE_AT, HITS_AT, PINNED_AT, SUMS_AT = 1, 4, 8, 40, 44, 48, 52, 56
+
+_HEAD = struct.Struct("<BBHI32sIIII")
+_ENTRY_BYTES_MAX = 1 << 20
+_NO_PARENT = bytes(PREFIX_BYTES)
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """Where the fields of a namespace's entries are.
+
+    Attributes:
+        num_slices: For each group.
+    """
+
+    num_slices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> EntryShape:
+        """The shape of a layout's entries.
+
+        Raises:
+            InvalidRequest: They would be over 1 MiB.
+        """
+        shape = cls(tuple(group.num_slices for group in layout.groups))
+        if shape.num_bytes > _ENTRY_BYTES_MAX:
+            raise InvalidRequest(
+                f"an entry of the catalog has at most {_ENTRY_BYTES_MAX} bytes: the layout has too many slices",
+                seen=shape.num_bytes,
+            )
+        return shape
+
+    @cached_property
+    def group_at(self) -> tuple[int, ...]:
+        """First byte of each group in a row of bits, and the row's end."""
+        at = [0]
+        for count in self.num_slices:
+            at.append(at[-1] + (count + 7) // 8)
+        return tuple(at)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one level's bits."""
+        return self.group_at[-1]
+
+    @cached_property
+    def rows_at(self) -> int:
+        """Where the bits begin."""
+        return SUMS_AT + SUM_BYTES * len(Level) * len(self.num_slices)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of an entry."""
+        return self.rows_at + len(Level) * self.row_bytes
+
+    def sum_at(self, level: Level, group: int) -> int:
+        """Where the bytes of a group at a level are summed."""
+        return SUMS_AT + SUM_BYTES * (level * len(self.num_slices) + group)
+
+    def row_at(self, level: Level) -> int:
+        """Where a level's bits begin."""
+        return self.rows_at + level * self.row_bytes
+
+    def bit_at(self, level: Level, group: int, slice_: int) -> tuple[int, int]:
+        """Byte and bit (0 is the lowest) of a slice.
+
+        Raises:
+            InvalidRequest: The layout has no such slice.
+        """
+        if not (0 <= group < len(self.num_slices) and 0 <= slice_ < self.num_slices[group]):
+            raise InvalidRequest("the namespace has no such slice", group=group, slice=slice_, groups=self.num_slices)
+        return self.row_at(level) + self.group_at[group] + slice_ // 8, slice_ % 8
+
+    def blank(self, tokens: int, parent: PrefixHash | None, now_s: int) -> bytes:
+        """An entry without records."""
+        head = _HEAD.pack(ENTRY_VERSION, 0, 0, tokens, parent or _NO_PARENT, now_s, now_s, 0, 0)
+        return head + bytes(self.num_bytes - len(head))
+
+    def check(self, data: bytes) -> bytes:
+        """Refuse what is no entry of this shape.
+
+        Raises:
+            CorruptRecord: Wrong size or version.
+        """
+        if len(data) != self.num_bytes or data[0] != ENTRY_VERSION:
+            raise CorruptRecord(
+                "not an entry of the catalog: rebuild it with `kvstore reindex`",
+                expected=f"version {ENTRY_VERSION}, {self.num_bytes} bytes",
+                seen=f"version {data[0] if data else None}, {len(data)} bytes",
+            )
+        return data
+
+    def slices(self, data: bytes, level: Level) -> tuple[int, ...]:
+        """For each group a bit per slice."""
+        row = self.row_at(level)
+        at = self.group_at
+        return tuple(int.from_bytes(data[row + at[i] : row + at[i + 1]], "little") for i in range(len(self.num_slices)))
+
+    def group_bytes(self, data: bytes, level: Level) -> tuple[int, ...]:
+        """For each group the bytes of its records."""
+        starts = (self.sum_at(level, group) for group in range(len(self.num_slices)))
+        return tuple(int.from_bytes(data[at : at + SUM_BYTES], "little") for at in starts)
+
+    @staticmethod
+    def parent(data: bytes) -> PrefixHash | None:
+        """The parent, where it is known."""
+        parent = data[PARENT_AT : PARENT_AT + PREFIX_BYTES]
+        return None if parent == _NO_PARENT else PrefixHash(parent)
+
+
+@dataclass(frozen=True)
+class EntryTable:
+    """The entries of many boundaries, in the order in which they were asked for.
+
+    Attributes:
+        shape: Of every entry.
+        data: [boundaries, `shape.num_bytes`], uint8; zeros where there is no entry.
+    """
+
+    shape: EntryShape
+    data: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, shape: EntryShape, entries: list[bytes | None]) -> EntryTable:
+        """From entries as they were read; what is no entry of this shape counts as absent."""
+        size, blank = shape.num_bytes, bytes(shape.num_bytes)
+        joined = b"".join([entry if entry is not None and len(entry) == size else blank for entry in entries])
+        data = np.frombuffer(joined, dtype=np.uint8).reshape(len(entries), size)
+        wrong = data[:, 0] > ENTRY_VERSION
+        if wrong.any():
+            data = np.where(wrong[:, None], np.uint8(0), data)
+        return cls(shape, data)
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """[boundaries]: whether there is an entry."""
+        found: npt.NDArray[np.bool_] = self.data[:, 0] == ENTRY_VERSION
+        return found
+
+    def rows(self, level: Level) -> npt.NDArray[np.uint8]:
+        """[boundaries, `row_bytes`]: the bits of a level, none where the boundary is leaving it."""
+        start = self.shape.row_at(level)
+        rows = self.data[:, start : start + self.shape.row_bytes]
+        leaving = (self.data[:, LEAVING_AT] >> level & 1).astype(bool)
+        return np.where(leaving[:, None], np.uint8(0), rows) if leaving.any() else rows
+
+    def mean_bytes(self, level: Level, group: int) -> int:
+        """Mean size of the group's records at a level, over all entries; 0: there are none."""
+        at = self.shape.sum_at(level, group)
+        sums = self.data[:, at : at + SUM_BYTES].astype(np.int64)
+        num_bytes = int((sums << (8 * np.arange(SUM_BYTES))).sum())
+        start = self.shape.row_at(level)
+        bits = self.data[:, start + self.shape.group_at[group] : start + self.shape.group_at[group + 1]]
+        count = int(np.bitwise_count(bits).sum())
+        return num_bytes // count if count else 0

@@ -1,0 +1,37 @@
+"""Who may do what only one service should do at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["Ownership", "SoleOwnership"]
+
+
+class Ownership(ABC):
+    """Leases on names, held by one owner at a time. Two owners at once, after a long pause of one, must do no harm:
+    this saves work, it does not protect data.
+    """
+
+    @abstractmethod
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        """Take or renew the lease on `name`. False: somebody else holds it.
+
+        Raises:
+            Unavailable: Nobody could be asked.
+        """
+
+    @abstractmethod
+    async def release(self, name: str, *, deadline: Deadline) -> None:
+        """Give the lease back, if it is held. A lease that is not given back ends by itself."""
+
+
+class SoleOwnership(Ownership):
+    """Where one process owns everything, as the service of a directory does."""
+
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        return True
+
+    async def release(self, name: str, *, deadline: Deadline) -> None:
+        pass

@@ -1,0 +1,54 @@
+"""Leases in Redis, for services that share it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from kvstore.catalog.ownership import Ownership
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["RedisOwnership"]
+
+_ROOT = "c1o"
+
+_HOLD = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+
+class RedisOwnership(Ownership):
+    """A key per name, `c1o/<name>`, with the lease as its time to live.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster`; stays the caller's.
+        lease_s: Longer leaves a dead owner's work undone for longer.
+    """
+
+    def __init__(self, client: Any, *, lease_s: float) -> None:
+        self._client = client
+        self._lease_ms = max(1, round(lease_s * 1000))
+        self._owner = secrets.token_bytes(16)  # names this process among all that share the server
+
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        held = self._client.eval(_HOLD, 1, f"{_ROOT}/{name}", self._owner, self._lease_ms)
+        return bool(await self._ask(held, deadline))
+
+    async def release(self, name: str, *, deadline: Deadline) -> None:
+        await self._ask(self._client.eval(_RELEASE, 1, f"{_ROOT}/{name}", self._owner), deadline)
+
+    async def _ask(self, call: Awaitable[Any], deadline: Deadline) -> Any:
+        try:
+            async with deadline.scope("asking Redis for a lease"):
+                return await call
+        except (RedisError, OSError, TimeoutError) as error:
+            raise Unavailable("Redis did not answer for a lease: check the server", error=error) from error

@@ -1,0 +1,255 @@
+"""Pending write-backs in Redis, shared by all services of a hot tier.
+
+Entries are spread over shards by their prefix hash. A shard is three keys with one hash tag, so that one script changes
+them together on a Cluster too:
+
+    kvstore:pending:<scope>:{p<shard>}:due     sorted set: packed key -> end of its lease, ms of the server's clock
+    kvstore:pending:<scope>:{p<shard>}:entry   hash: packed key -> owner (16), bytes of the record u64, stop tokens u32
+    kvstore:pending:<scope>:{p<shard>}:bytes   bytes of all records of the shard
+
+The server's clock decides about leases: those of the services need not agree. None of the keys has a TTL, so that no
+`volatile-*` policy takes one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from redis.exceptions import OutOfMemoryError, RedisError
+
+from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["NUM_SHARDS", "RedisPendingLog"]
+
+T = TypeVar("T")
+
+NUM_SHARDS = 16
+"""Part of the stored form. Some per node of a usual cluster, and few enough to be asked one by one."""
+
+_OWNER_BYTES = 16
+_FACTS = struct.Struct(f"<{_OWNER_BYTES}sQI")
+_CALLS_MAX = 8
+"""Scripts of one owner that run at a time, and so connections that it takes."""
+
+_NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000) "
+# Scripts that free memory, or change nothing in it, run on a full server too: else nothing would ever leave it.
+_ALWAYS = "#!lua flags=allow-oom\n"
+
+_ADD = (
+    _NOW
+    + """
+local grown = 0
+for i = 2, #ARGV, 3 do
+  local before = redis.call('HGET', KEYS[2], ARGV[i])
+  if before then grown = grown - struct.unpack('<I8', string.sub(before, 17, 24)) end
+  redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i])
+  grown = grown + ARGV[i + 2]
+end
+if grown ~= 0 then redis.call('INCRBY', KEYS[3], string.format('%d', grown)) end
+return 1
+"""
+)
+
+_RENEW = (
+    _ALWAYS
+    + _NOW
+    + """
+local answers = {}
+for i = 3, #ARGV do
+  local facts = redis.call('HGET', KEYS[2], ARGV[i])
+  if facts and string.sub(facts, 1, 16) == ARGV[1] then
+    redis.call('ZADD', KEYS[1], 'XX', now + ARGV[2], ARGV[i])
+    answers[#answers + 1] = 1
+  else
+    answers[#answers + 1] = 0
+  end
+end
+return answers
+"""
+)
+
+_FINISH = (
+    _ALWAYS
+    + """
+local removed = 0
+for i = 2, #ARGV do
+  local facts = redis.call('HGET', KEYS[2], ARGV[i])
+  if facts and string.sub(facts, 1, 16) == ARGV[1] then
+    removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
+    redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('ZREM', KEYS[1], ARGV[i])
+  end
+end
+if removed > 0 then redis.call('DECRBY', KEYS[3], string.format('%d', removed)) end
+return 1
+"""
+)
+
+_CLAIM = (
+    _ALWAYS
+    + _NOW
+    + """
+local members = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])
+local answers = {}
+for _, member in ipairs(members) do
+  local facts = redis.call('HGET', KEYS[2], member)
+  if facts then
+    facts = ARGV[1] .. string.sub(facts, 17)
+    redis.call('HSET', KEYS[2], member, facts)
+    redis.call('ZADD', KEYS[1], now + ARGV[2], member)
+    answers[#answers + 1] = member
+    answers[#answers + 1] = facts
+  else
+    redis.call('ZREM', KEYS[1], member)
+  end
+end
+return answers
+"""
+)
+
+
+class RedisPendingLog(PendingLog):
+    """Entries in Redis.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster` that answers bytes; stays the caller's.
+        scope: What the entries are about: services that share it can finish each other's. It names the cold tier.
+        lease_s: Seconds that a claim lasts. Longer leaves a dead service's records in Redis alone for longer.
+    """
+
+    def __init__(self, client: Any, scope: str, *, lease_s: float) -> None:
+        self._client = client
+        self._root = f"kvstore:pending:{hashlib.sha256(scope.encode()).hexdigest()[:12]}"
+        self._owner = secrets.token_bytes(_OWNER_BYTES)  # random: two owners must never be taken for one
+        self._lease_s = lease_s
+        self._calls = asyncio.Semaphore(_CALLS_MAX)
+        self._next_shard = self._owner[0] % NUM_SHARDS
+
+    @property
+    def lease_s(self) -> float:
+        return self._lease_s
+
+    async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
+        by_shard: dict[int, list[bytes | int]] = {}
+        for entry in entries:
+            facts = _FACTS.pack(self._owner, entry.num_bytes, entry.stop_tokens)
+            by_shard.setdefault(_shard(entry.key), []).extend((pack_key(entry.key), facts, entry.num_bytes))
+        calls = [self._run(_ADD, shard, self._lease_ms, *values) for shard, values in by_shard.items()]
+        try:
+            await _all(calls, deadline, "writing pending entries")
+        except _NoRoom:
+            return False
+        return True
+
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        by_shard = _by_shard(keys)
+        calls = [
+            self._run(_RENEW, shard, self._owner, self._lease_ms, *map(pack_key, of_shard))
+            for shard, of_shard in by_shard.items()
+        ]
+        replies = await _all(calls, deadline, "renewing pending entries")
+        ours: set[RecordKey] = set()
+        for of_shard, reply in zip(by_shard.values(), replies, strict=True):
+            ours.update(key for key, is_ours in zip(of_shard, cast("list[int]", reply), strict=True) if is_ours)
+        return [key in ours for key in keys]
+
+    async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        by_shard = _by_shard(keys)
+        calls = [self._run(_FINISH, shard, self._owner, *map(pack_key, keys)) for shard, keys in by_shard.items()]
+        await _all(calls, deadline, "removing pending entries")
+
+    async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        by_shard = _by_shard(keys)
+        calls = [self._run(_RENEW, shard, self._owner, 0, *map(pack_key, keys)) for shard, keys in by_shard.items()]
+        await _all(calls, deadline, "giving pending entries back")
+
+    async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
+        """One shard after the other, each call from where the last one ended, so that none is always served last."""
+        claimed: list[PendingEntry] = []
+        async with deadline.scope("claiming pending entries"):
+            for _ in range(NUM_SHARDS):
+                shard = self._next_shard
+                room = limit - len(claimed)
+                reply = cast("list[bytes]", await self._run(_CLAIM, shard, self._owner, self._lease_ms, room))
+                claimed += [_entry(*pair) for pair in zip(reply[::2], reply[1::2], strict=True)]
+                if len(claimed) >= limit:
+                    break
+                self._next_shard = (shard + 1) % NUM_SHARDS
+        return sorted(claimed, key=lambda entry: entry.stop_tokens)
+
+    async def totals(self, *, deadline: Deadline) -> PendingTotals:
+        num_records = num_bytes = 0
+        calls = [self._shard_totals(shard) for shard in range(NUM_SHARDS)]
+        for count, shard_bytes in await _all(calls, deadline, "counting pending entries"):
+            num_records += count
+            num_bytes += shard_bytes
+        return PendingTotals(num_records, num_bytes)
+
+    async def _shard_totals(self, shard: int) -> tuple[int, int]:
+        due, _, total = self._keys(shard)
+        count = await self._call(lambda: self._client.zcard(due))
+        return int(count), int(await self._call(lambda: self._client.get(total)) or 0)
+
+    async def aclose(self) -> None:
+        """Nothing of its own to let go of: the client is the caller's."""
+
+    @property
+    def _lease_ms(self) -> int:
+        return max(1, round(self._lease_s * 1000))
+
+    def _keys(self, shard: int) -> tuple[str, str, str]:
+        tag = f"{self._root}:{{p{shard}}}"
+        return f"{tag}:due", f"{tag}:entry", f"{tag}:bytes"
+
+    async def _run(self, script: str, shard: int, *arguments: bytes | int) -> object:
+        return await self._call(lambda: self._client.eval(script, 3, *self._keys(shard), *arguments))
+
+    async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        async with self._calls:
+            try:
+                return await call()
+            except OutOfMemoryError as error:
+                raise _NoRoom("Redis has no memory left: raise maxmemory, or choose a volatile-* policy") from error
+            except (RedisError, OSError, TimeoutError) as error:
+                raise Unavailable("Redis refused pending entries: check the server", error=error) from error
+
+
+class _NoRoom(Unavailable):
+    """The server is at its memory limit."""
+
+
+async def _all(calls: Sequence[Awaitable[T]], deadline: Deadline, what: str) -> list[T]:
+    """All answers, or the first error once every call has ended."""
+    async with deadline.scope(what):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast("list[T]", answers)
+
+
+def _shard(key: RecordKey) -> int:
+    return key.prefix[0] % NUM_SHARDS
+
+
+def _by_shard(keys: Sequence[RecordKey]) -> dict[int, list[RecordKey]]:
+    by_shard: dict[int, list[RecordKey]] = {}
+    for key in keys:
+        by_shard.setdefault(_shard(key), []).append(key)
+    return by_shard
+
+
+def _entry(member: bytes, facts: bytes) -> PendingEntry:
+    if len(facts) != _FACTS.size:
+        raise CorruptRecord("a pending entry has the wrong size", expected=_FACTS.size, seen=len(facts))
+    _, num_bytes, stop_tokens = _FACTS.unpack(facts)
+    return PendingEntry(unpack_key(member), num_bytes, stop_tokens)

@@ -1,0 +1,190 @@
+"""Pending write-backs in a SQLite file, for a store on one machine.
+
+What was pending when a service died stands in nothing but that service's memory: nobody can finish it. The file tells
+the next owner of the directory which records may have arrived and which were lost, without a scan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.errors import Closed, Unavailable
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["SqlitePendingLog"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS pending (
+    key BLOB PRIMARY KEY, owner BLOB NOT NULL, lease_end_ms INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL, stop_tokens INTEGER NOT NULL
+) WITHOUT ROWID
+"""
+_ADD = """
+INSERT INTO pending VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE
+SET owner = excluded.owner, lease_end_ms = excluded.lease_end_ms, num_bytes = excluded.num_bytes
+"""
+_CLAIM = """
+UPDATE pending SET owner = ?, lease_end_ms = ?
+WHERE key IN (SELECT key FROM pending WHERE lease_end_ms <= ? ORDER BY stop_tokens LIMIT ?)
+RETURNING key, num_bytes, stop_tokens
+"""
+
+
+class SqlitePendingLog(PendingLog):
+    """Entries in one file, whose directory has one owner; make one with `open`.
+
+    A transaction is in the file when it returns: it survives the death of the process at any moment. The last ones may
+    be lost with the power.
+
+    Args:
+        database: Used in one thread of its own.
+        lease_s: Seconds that a claim lasts.
+        clock: Of the leases.
+    """
+
+    def __init__(self, database: sqlite3.Connection, *, lease_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._database = database
+        self._owner = secrets.token_bytes(16)
+        self._lease_s = lease_s
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pending")
+        self._closed = False
+
+    @classmethod
+    async def open(cls, path: Path, *, lease_s: float, clock: Clock = SYSTEM_CLOCK) -> SqlitePendingLog:
+        """Open or make the file. Whatever is in it was left by a dead owner, so it may be claimed at once.
+
+        A file that is no database is put aside under another name: it is an accelerator, not the truth.
+
+        Raises:
+            Unavailable: The file cannot be used.
+        """
+        try:
+            try:
+                database = await asyncio.to_thread(_open, path)
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # no permission, no space: not the file's fault
+                    raise
+                aside = path.with_name(f"{path.name}.damaged-{clock.wall_ms()}")
+                _log.warning("pending entries are unreadable and put aside path=%s error=%s", aside, error)
+                path.replace(aside)
+                for suffix in ("-wal", "-shm"):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+                database = await asyncio.to_thread(_open, path)
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable("cannot open the pending entries: check the disk", path=path, error=error) from error
+        return cls(database, lease_s=lease_s, clock=clock)
+
+    @property
+    def lease_s(self) -> float:
+        return self._lease_s
+
+    async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
+        end_ms = self._lease_end_ms()
+        rows = [(pack_key(e.key), self._owner, end_ms, e.num_bytes, e.stop_tokens) for e in entries]
+
+        def work() -> bool:
+            try:
+                with self._database:
+                    self._database.executemany(_ADD, rows)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                    return False
+                raise
+            return True
+
+        return await self._run(work, deadline)
+
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        return await self._set_end(keys, self._lease_end_ms(), deadline)
+
+    async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        await self._set_end(keys, 0, deadline)
+
+    async def _set_end(self, keys: Sequence[RecordKey], end_ms: int, deadline: Deadline) -> list[bool]:
+        statement = "UPDATE pending SET lease_end_ms = ? WHERE key = ? AND owner = ?"
+
+        def work() -> list[bool]:
+            with self._database:
+                run = self._database.execute
+                return [run(statement, (end_ms, pack_key(key), self._owner)).rowcount == 1 for key in keys]
+
+        return await self._run(work, deadline)
+
+    async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        rows = [(pack_key(key), self._owner) for key in keys]
+
+        def work() -> None:
+            with self._database:
+                self._database.executemany("DELETE FROM pending WHERE key = ? AND owner = ?", rows)
+
+        await self._run(work, deadline)
+
+    async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
+        arguments = (self._owner, self._lease_end_ms(), self._clock.wall_ms(), limit)
+
+        def work() -> list[tuple[bytes, int, int]]:
+            with self._database:
+                return self._database.execute(_CLAIM, arguments).fetchall()
+
+        rows = await self._run(work, deadline)
+        entries = [PendingEntry(unpack_key(key), num_bytes, stop) for key, num_bytes, stop in rows]
+        return sorted(entries, key=lambda entry: entry.stop_tokens)  # RETURNING promises no order
+
+    async def totals(self, *, deadline: Deadline) -> PendingTotals:
+        def work() -> tuple[int, int]:
+            row: tuple[int, int] = self._database.execute(
+                "SELECT count(*), coalesce(sum(num_bytes), 0) FROM pending"
+            ).fetchone()
+            return row
+
+        return PendingTotals(*await self._run(work, deadline))
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with suppress(sqlite3.Error):
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+            self._thread.shutdown(wait=False)
+
+    def _lease_end_ms(self) -> int:
+        return self._clock.wall_ms() + round(self._lease_s * 1000)
+
+    async def _run(self, work: Callable[[], T], deadline: Deadline) -> T:
+        """Run in the database's thread. If cancelled, the work is done or not begun: a transaction is never cut."""
+        if self._closed:
+            raise Closed("the pending entries are closed")
+        async with deadline.scope("the file of pending entries"):
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            except sqlite3.Error as error:
+                raise Unavailable("the file of pending entries failed: check the disk", error=error) from error
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        with database:
+            database.execute(_SCHEMA)
+            database.execute("UPDATE pending SET lease_end_ms = 0")
+    except BaseException:
+        database.close()
+        raise
+    return database

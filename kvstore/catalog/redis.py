@@ -1,0 +1,339 @@
+"""The catalog in Redis, standalone or cluster: shared by any number of services."""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from redis.asyncio import Redis, RedisCluster
+
+from kvstore.catalog.base import (
+    Addition,
+    BoundaryEntry,
+    Catalog,
+    LeaveReason,
+    NamespaceTotals,
+    Removal,
+    Tombstone,
+    Use,
+)
+from kvstore.catalog.changes import entry_of, packed_with
+from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.redis_nodes import Argument, Command, RedisNodes
+from kvstore.catalog.redis_scripts import ADD, FINISH, OBSERVE, PIN, REMOVE, START, STOP, USE, Script
+from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
+from kvstore.catalog.redis_values import parse_tombstone, parse_totals, sum_totals
+from kvstore.errors import Closed, InvalidRequest
+from kvstore.format.names import namespace_root
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
+from kvstore.model.layout import Layout
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["RedisCatalog"]
+
+_ROOT = "c1"
+_NAMESPACES = f"{_ROOT}/namespaces"
+_COMPLETE = f"{_ROOT}/complete"
+_BATCH = 512
+"""Entries that are changed or read in one round trip."""
+_SCAN_S = 10.0
+_TOMBSTONES = 16384
+_ADD_ITEM = struct.Struct("<IIIH")
+_REMOVE_ITEM = struct.Struct("<IIIHIIHHH")
+
+
+class RedisCatalog(Catalog):
+    """One string per boundary, `c1/<namespace>/{<prefix>}`, in the slot of its records; per slot a hash of totals,
+    `c1t/{tag}`, and a list of what left last, `c1d/{tag}`. None of them has a time to live: a `volatile-*` policy of
+    the server never takes them.
+
+    Args:
+        client: Answers in `bytes`; stays the caller's, and is not closed here.
+        clock: For first and last use.
+    """
+
+    def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._nodes = RedisNodes(client)
+        self._clock = clock
+        self._shapes: dict[NamespaceId, EntryShape] = {}
+        self._closed = False
+
+    # what is asked
+
+    async def is_complete(self, *, deadline: Deadline) -> bool:
+        self._check_open()
+        return bool(await self._nodes.one(("EXISTS", _COMPLETE), deadline=deadline))
+
+    async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
+        self._check_open()
+        await self._nodes.one(("SET", _COMPLETE, self._now_s()) if complete else ("DEL", _COMPLETE), deadline=deadline)
+
+    async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
+        shape = self._shape(namespace)
+        return EntryTable.of(shape, await self._entries(namespace, prefixes, deadline))
+
+    async def get(self, namespace: NamespaceId, prefix: PrefixHash, *, deadline: Deadline) -> BoundaryEntry | None:
+        shape = self._shape(namespace)
+        (data,) = await self._entries(namespace, [prefix], deadline)
+        return None if data is None else entry_of(shape, namespace, prefix, data)
+
+    async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+        shape = self._shape(namespace)
+        async for batch in self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", count=_BATCH, deadline_s=_SCAN_S):
+            prefixes = [PrefixHash(prefix) for prefix in dict.fromkeys(map(_prefix_of, batch)) if prefix is not None]
+            entries = await self._entries(namespace, prefixes, Deadline.after(_SCAN_S, self._clock))
+            for prefix, data in zip(prefixes, entries, strict=True):
+                if data is not None:
+                    yield entry_of(shape, namespace, prefix, data)
+
+    async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
+        self._check_open()
+        found = await self._nodes.one(("HGETALL", _NAMESPACES), deadline=deadline)
+        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        return {NamespaceId(bytes(namespace)): bytes(tenant).decode() for namespace, tenant in pairs}
+
+    async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
+        tenants = await self.namespaces(deadline=deadline)
+        replies = await self._everywhere(lambda tag: ("HGETALL", _totals(tag)), deadline)
+        return sum_totals((parse_totals(reply) for reply in replies), tenants)
+
+    async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
+        self._check_open()
+        kept = min(limit, self._tombstones_kept())
+        replies = await self._everywhere(lambda tag: ("LRANGE", _tombstones(tag), 0, kept - 1), deadline)
+        found = [parse_tombstone(packed) for reply in replies for packed in reply]
+        return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
+
+    # what is told
+
+    async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
+        self._check_open()
+        self._shapes[namespace] = EntryShape.of(layout)
+        await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
+
+    async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
+        grouped: dict[tuple[NamespaceId, PrefixHash, Level], list[Addition]] = defaultdict(list)
+        for addition in additions:
+            grouped[addition.key.namespace, addition.key.prefix, addition.level].append(addition)
+        now_s = self._now_s()
+        calls = []
+        for (namespace, prefix, level), told in grouped.items():
+            shape, together = self._shape(namespace), list({one.key: one for one in told}.values())
+            items = [(shape.bit_at(level, one.key.group, one.key.slice), one) for one in together]
+            packed = b"".join(
+                _ADD_ITEM.pack(_set_bit(*at), shape.sum_at(level, one.key.group), *_u48(one.num_bytes))
+                for at, one in items
+            )
+            fresh = packed_with(shape, together, now_s)
+            num_bytes = sum(one.num_bytes for one in together)
+            calls.append(self._call(ADD, namespace, prefix, level, fresh, num_bytes, packed))
+        accepted = dict(zip(grouped, await self._run(calls, deadline), strict=True))
+        return [bool(accepted[one.key.namespace, one.key.prefix, one.level]) for one in additions]
+
+    async def remove(self, removals: Sequence[Removal], *, deadline: Deadline) -> None:
+        grouped: dict[tuple[NamespaceId, PrefixHash, Level], list[Removal]] = defaultdict(list)
+        for removal in removals:
+            grouped[removal.key.namespace, removal.key.prefix, removal.level].append(removal)
+        calls = []
+        for (namespace, prefix, level), together in grouped.items():
+            items = b"".join(_remove_item(self._shape(namespace), one) for one in together)
+            calls.append(self._call(REMOVE, namespace, prefix, level, prefix, items))
+        await self._run(calls, deadline)
+
+    async def use(self, namespace: NamespaceId, uses: Sequence[Use], *, deadline: Deadline) -> None:
+        blank = bytes(PREFIX_BYTES)
+        calls = [
+            self._call(USE, namespace, use.prefix, Level.HOT, use.hits, use.tokens, use.parent or blank) for use in uses
+        ]
+        await self._run(calls, deadline)
+
+    async def start_leaving(
+        self,
+        namespace: NamespaceId,
+        prefix: PrefixHash,
+        level: Level,
+        *,
+        deadline: Deadline,
+        unless_used_since_s: int | None = None,
+        even_if_pinned: bool = False,
+    ) -> BoundaryEntry | None:
+        since_s = 0xFFFFFFFF if unless_used_since_s is None else unless_used_since_s
+        call = self._call(START, namespace, prefix, level, since_s, int(even_if_pinned))
+        (data,) = await self._run([call], deadline)
+        return None if data is None else entry_of(self._shape(namespace), namespace, prefix, bytes(data))
+
+    async def finish_leaving(
+        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
+    ) -> int:
+        shape = self._shape(namespace)
+        arguments = (prefix, int(reason), shape.sum_at(level, 0), len(shape.num_slices))
+        (num_bytes,) = await self._run([self._call(FINISH, namespace, prefix, level, *arguments)], deadline)
+        return int(num_bytes)
+
+    async def stop_leaving(
+        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline
+    ) -> None:
+        await self._run([self._call(STOP, namespace, prefix, level)], deadline)
+
+    async def pin(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], until_s: int, *, deadline: Deadline
+    ) -> int:
+        calls = [self._call(PIN, namespace, prefix, Level.HOT, until_s) for prefix in prefixes]
+        return sum(await self._run(calls, deadline))
+
+    async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
+        """Make the hot bits and bytes of boundaries what their very server holds: it evicts by itself, and may have
+        been restarted. Returns how many records were lost.
+        """
+        shape = self._shape(namespace)
+        calls = []
+        for prefix in prefixes:
+            text = prefix.hex()
+            names = f"{namespace_root(namespace)}{text[:2]}/{{{text}}}"
+            first = shape.sum_at(Level.HOT, 0)
+            arguments: list[Argument] = [prefix, int(LeaveReason.LOST), names, first, *shape.num_slices]
+            calls.append(self._call(OBSERVE, namespace, prefix, Level.HOT, *arguments))
+        return sum(await self._run(calls, deadline))
+
+    async def take_lease(self, name: str, token: str, lease_s: int, *, deadline: Deadline) -> bool:
+        """Whether whoever shows `token` may do what `name` names, for so long: nobody else may meanwhile."""
+        self._check_open()
+        key = f"{_ROOT}/lease/{name}"
+        if await self._nodes.one(("SET", key, token, "NX", "EX", lease_s), deadline=deadline):
+            return True
+        holder = await self._nodes.one(("GET", key), deadline=deadline)
+        return holder is not None and bytes(holder) == token.encode()
+
+    def registered(self) -> list[NamespaceId]:
+        """Namespaces that were registered with this object."""
+        return list(self._shapes)
+
+    async def clear(self, *, deadline: Deadline) -> None:
+        await self.set_complete(False, deadline=deadline)
+        async for batch in self._nodes.scan(f"{_ROOT}/*/{{*}}", count=_BATCH, deadline_s=_SCAN_S):
+            commands: dict[int, list[Command]] = defaultdict(list)
+            for name in batch:
+                commands[slot_of(name.partition(b"{")[2][:-1])].append(("UNLINK", name))
+            await self._nodes.run(commands, deadline=Deadline.after(_SCAN_S, self._clock))
+        await self._everywhere(lambda tag: ("UNLINK", _totals(tag)), Deadline.after(_SCAN_S, self._clock))
+
+    async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
+        """What each node tells of itself: `INFO <section>`."""
+        self._check_open()
+        return await self._nodes.info(section, deadline=deadline)
+
+    async def aclose(self) -> None:
+        self._closed = True
+
+    # how
+
+    async def _entries(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline
+    ) -> list[bytes | None]:
+        """The entries as they are stored, in one round trip per node."""
+        if not prefixes:
+            return []
+        start = f"{_ROOT}/{namespace.hex()}/{{"
+        if not self._nodes.is_cluster:
+            names = [f"{start}{prefix.hex()}}}" for prefix in prefixes]
+            found = await self._nodes.run({0: [("MGET", *names)]}, deadline=deadline)
+            entries: list[bytes | None] = found[0][0]
+            return entries
+        slots: dict[int, list[Command]] = defaultdict(list)
+        places = []
+        for prefix in prefixes:
+            tag = prefix.hex()
+            listed = slots[slot_of(tag.encode())]
+            places.append((slot_of(tag.encode()), len(listed)))
+            listed.append(("GET", f"{start}{tag}}}"))
+        replies = await self._nodes.run(slots, deadline=deadline)
+        return [replies[slot][index] for slot, index in places]
+
+    def _call(
+        self, script: Script, namespace: NamespaceId, prefix: PrefixHash, level: Level, *arguments: Argument
+    ) -> tuple[int, Command]:
+        """A script call with its slot; see `redis_scripts` for what is passed."""
+        shape, text = self._shape(namespace), prefix.hex()
+        slot = slot_of(text.encode()) if self._nodes.is_cluster else 0
+        tag = tag_of(slot) if self._nodes.is_cluster else b"0"
+        row = shape.row_at(level)
+        keys = (f"{_ROOT}/{namespace.hex()}/{{{text}}}", _totals(tag), _tombstones(tag))
+        common = (namespace, shape.num_bytes, int(level), row, row + shape.row_bytes - 1, shape.rows_at)
+        kept = max(1, self._tombstones_kept())
+        return slot, ("EVALSHA", script.sha, 3, *keys, *common, self._now_s(), kept, *arguments)
+
+    async def _run(self, calls: Sequence[tuple[int, Command]], deadline: Deadline) -> list[Any]:
+        replies: list[Any] = []
+        for start in range(0, len(calls), _BATCH):
+            slots: dict[int, list[Command]] = defaultdict(list)
+            places = []
+            for slot, command in calls[start : start + _BATCH]:
+                places.append((slot, len(slots[slot])))
+                slots[slot].append(command)
+            found = await self._nodes.run(slots, deadline=deadline)
+            replies += [found[slot][index] for slot, index in places]
+        return replies
+
+    async def _everywhere(self, command: Any, deadline: Deadline) -> list[Any]:
+        """Run a command on the totals or tombstones of every slot."""
+        if not self._nodes.is_cluster:
+            return (await self._nodes.run({0: [command(b"0")]}, deadline=deadline))[0]
+        commands = {slot: [command(tag_of(slot))] for slot in range(NUM_SLOTS)}
+        return [reply for replies in (await self._nodes.run(commands, deadline=deadline)).values() for reply in replies]
+
+    def _tombstones_kept(self) -> int:
+        """For each slot."""
+        return max(4, _TOMBSTONES // NUM_SLOTS) if self._nodes.is_cluster else _TOMBSTONES
+
+    def _now_s(self) -> int:
+        return self._clock.wall_ms() // 1000
+
+    def _shape(self, namespace: NamespaceId) -> EntryShape:
+        self._check_open()
+        shape = self._shapes.get(namespace)
+        if shape is None:
+            raise InvalidRequest("the namespace is not known to the catalog: register it", namespace=namespace.hex())
+        return shape
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the catalog is closed")
+
+
+def _totals(tag: bytes) -> bytes:
+    return b"c1t/{%s}" % tag
+
+
+def _tombstones(tag: bytes) -> bytes:
+    return b"c1d/{%s}" % tag
+
+
+def _prefix_of(name: bytes) -> bytes | None:
+    text = name.partition(b"{")[2].rstrip(b"}")
+    try:
+        prefix = bytes.fromhex(text.decode())
+    except ValueError:
+        return None
+    return prefix if len(prefix) == PREFIX_BYTES else None
+
+
+def _set_bit(byte_at: int, bit: int) -> int:
+    """What SETBIT calls a bit: it counts a byte's from the highest."""
+    return byte_at * 8 + 7 - bit
+
+
+def _u48(number: int) -> tuple[int, int]:
+    return number & 0xFFFFFFFF, number >> 32
+
+
+def _remove_item(shape: EntryShape, one: Removal) -> bytes:
+    group = one.key.group
+    bit = _set_bit(*shape.bit_at(one.level, group, one.key.slice))
+    row = shape.row_at(one.level)
+    span = row + shape.group_at[group], row + shape.group_at[group + 1] - 1
+    known = _u48(0 if one.num_bytes is None else one.num_bytes + 1)
+    at = shape.sum_at(one.level, group)
+    return _REMOVE_ITEM.pack(bit, at, *known, *span, group, one.key.slice, int(one.reason))

@@ -1,0 +1,175 @@
+"""Many small commands to a Redis, or to all nodes of a cluster: one round trip per node."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import (
+    AskError,
+    ConnectionError,
+    MovedError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from kvstore.catalog.redis_scripts import ALL
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["Argument", "Command", "RedisNodes"]
+
+Argument = bytes | str | int
+Command = Sequence[Argument]
+
+_CALLS_MAX = 24
+"""Connections in use at a time, per node at most: a client's pool has some more, and fails when it has none."""
+
+_TEXTS = {script.sha: script.text for script in ALL}
+_ELSEWHERE = (MovedError, AskError, TryAgainError, ConnectionError)
+"""What the client itself deals with: a slot that moved, a primary that died."""
+
+
+class RedisNodes:
+    """Sends commands where their slot is. Foreign errors become `Unavailable` here.
+
+    Args:
+        client: Answers in `bytes`; stays the caller's.
+    """
+
+    def __init__(self, client: Redis | RedisCluster) -> None:
+        self._client = client
+        self._calls = asyncio.Semaphore(_CALLS_MAX)
+        self.is_cluster = isinstance(client, RedisCluster)
+
+    async def run(self, commands: Mapping[int, Sequence[Command]], *, deadline: Deadline) -> dict[int, list[Any]]:
+        """Run commands and return their replies, slot by slot as they were given.
+
+        Args:
+            commands: By slot; without a cluster any number will do.
+            deadline: When to give up.
+
+        Raises:
+            Unavailable: Not reachable, out of time, or a command was refused.
+
+        If cancelled, what was sent may still be carried out.
+        """
+        with _translated():
+            async with deadline.scope("asking the catalog in Redis"):
+                if not self.is_cluster:
+                    return await self._on_node(None, commands)
+                cluster = cast(RedisCluster, self._client)
+                await cluster.initialize()
+                by_node: dict[Any, dict[int, Sequence[Command]]] = {}
+                for slot, listed in commands.items():
+                    by_node.setdefault(cluster.nodes_manager.get_node_from_slot(slot), {})[slot] = listed
+                parts = await asyncio.gather(*(self._on_node(node, part) for node, part in by_node.items()))
+                return {slot: replies for part in parts for slot, replies in part.items()}
+
+    async def one(self, command: Command, *, deadline: Deadline) -> Any:
+        """Run one command whose key need not share a slot with others."""
+        with _translated():
+            async with deadline.scope("asking the catalog in Redis"), self._calls:
+                return await cast(Awaitable[Any], self._client.execute_command(*command))
+
+    async def scan(self, pattern: str, *, count: int, deadline_s: float) -> AsyncIterator[list[bytes]]:
+        """Batches of names that fit a pattern, over all nodes; a name may come twice."""
+        nodes: list[Any] = [None]
+        if self.is_cluster:
+            cluster = cast(RedisCluster, self._client)
+            with _translated():
+                await cluster.initialize()
+            nodes = list(cluster.get_primaries())
+        for node in nodes:
+            cursor: int | bytes = 0
+            while True:
+                command = ("SCAN", cursor, "MATCH", pattern, "COUNT", count)
+                with _translated():
+                    async with Deadline.after(deadline_s).scope("scanning the catalog in Redis"):
+                        ((cursor, names),) = await self._exchange(node, [command], strict=True)
+                if names:
+                    yield names
+                if int(cursor) == 0:
+                    break
+
+    async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
+        """A section of what each node tells of itself."""
+        nodes: list[Any] = [None]
+        with _translated():
+            async with deadline.scope("asking Redis about itself"):
+                if self.is_cluster:
+                    cluster = cast(RedisCluster, self._client)
+                    await cluster.initialize()
+                    nodes = list(cluster.get_primaries())
+                texts = [(await self._exchange(node, [("INFO", section)], strict=True))[0] for node in nodes]
+        return [dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line) for text in texts]
+
+    async def _on_node(self, node: Any, commands: Mapping[int, Sequence[Command]]) -> dict[int, list[Any]]:
+        flat = [command for listed in commands.values() for command in listed]
+        try:
+            replies = await self._exchange(node, flat, strict=False)
+        except ConnectionError as error:
+            if node is None:
+                raise
+            replies = [error] * len(flat)
+        lacking = sorted({str(c[1]) for c, r in zip(flat, replies, strict=True) if isinstance(r, NoScriptError)})
+        if lacking:
+            await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in lacking], strict=True)
+        for index, reply in enumerate(replies):
+            if isinstance(reply, NoScriptError) or (node is not None and isinstance(reply, _ELSEWHERE)):
+                replies[index] = await self._again(flat[index])
+            elif isinstance(reply, RedisError):
+                raise reply
+        rest = iter(replies)
+        return {slot: [next(rest) for _ in listed] for slot, listed in commands.items()}
+
+    async def _again(self, command: Command) -> Any:
+        """One command by itself: the client finds the slot's new node, the script goes along."""
+        if command[0] == "EVALSHA":
+            command = ("EVAL", _TEXTS[str(command[1])], *command[2:])
+        return await cast(Awaitable[Any], self._client.execute_command(*command))
+
+    async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
+        """Send all and read all replies on one connection; errors of single commands are replies unless `strict`."""
+        pool = cast(Any, self._client).connection_pool if node is None else None
+        connection = await pool.get_connection() if pool is not None else node.acquire_connection()
+        replies: list[Any] = []
+        try:
+            # without the parser's own timer for each reply, which costs more than the reply
+            await connection.send_packed_command(connection.pack_commands(commands))
+            while len(replies) < len(commands):
+                try:
+                    replies.append(await connection.read_response(disable_decoding=True, timeout=math.inf))
+                except ResponseError as error:
+                    replies.append(error)
+        except BaseException:
+            await connection.disconnect(nowait=True)  # replies still on their way would answer the next asker
+            raise
+        finally:
+            if pool is not None:
+                await pool.release(connection)
+            else:
+                node.release(connection)
+        if strict:
+            for reply in replies:
+                if isinstance(reply, RedisError):
+                    raise reply
+        return replies
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        text = str(error)
+        step = (
+            "run `kvstore reindex`" if text.startswith("CATALOG") else "check that the hot Redis runs and is not full"
+        )
+        raise Unavailable(f"the catalog in Redis cannot be used: {step}", error=text[:200]) from error

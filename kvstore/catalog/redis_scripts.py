@@ -1,0 +1,262 @@
+"""The scripts that change an entry together with the totals of its slot. Layouts: `entry.py` and below.
+
+Each takes the keys entry, totals, tombstones, which share a slot, and these arguments before its own: 1 namespace,
+2 bytes of an entry, 3 level, 4 where the level's bits begin, 5 where they end (inclusive), 6 where all bits begin,
+7 now in seconds, 8 tombstones to keep.
+
+Totals of a slot: a hash, field the namespace, value seven numbers of 6 bytes: entries, then boundaries, records and
+bytes of each level. A tombstone: namespace, prefix, level u8, reason u8, group u16, slice u16 (65535: all), bytes u48,
+time u32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+from kvstore.format.header_v1 import HEADER_BYTES
+
+__all__ = [
+    "ADD",
+    "ALL",
+    "ALL_SLICES",
+    "FINISH",
+    "OBSERVE",
+    "PIN",
+    "REMOVE",
+    "START",
+    "STOP",
+    "TOMBSTONE",
+    "TOTALS",
+    "USE",
+    "Script",
+]
+
+_PAYLOAD_AT = 112
+"""Where a record's header tells the bytes of its payload: a striped record's value is its header alone."""
+
+TOMBSTONE = struct.Struct("<16s32sBBHHIHI")
+"""Bytes are two fields: the low 4, the high 2."""
+
+ALL_SLICES = 0xFFFF
+
+TOTALS_FIELDS = 7
+TOTALS = struct.Struct("<" + "IH" * TOTALS_FIELDS)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and the name that the server knows it by."""
+
+    text: str
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+_COMMON = """
+local entry = redis.call('GET', KEYS[1])
+if entry and (#entry ~= tonumber(ARGV[2]) or string.byte(entry, 1) ~= 1) then
+  return redis.error_reply('CATALOG an entry has another shape')
+end
+local level = tonumber(ARGV[3])
+local leaving = entry and math.floor(string.byte(entry, 2) / 2 ^ level) % 2 == 1
+local function u32(at) return (struct.unpack('<I4', entry, at + 1)) end
+local function number(at) return (struct.unpack('<I6', redis.call('GETRANGE', KEYS[1], at, at + 5))) end
+local function set_number(at, value) redis.call('SETRANGE', KEYS[1], at, struct.pack('<I6', value)) end
+local function in_level() return redis.call('BITCOUNT', KEYS[1], ARGV[4], ARGV[5]) end
+local function change(entries, boundaries, records, bytes)
+  if entries == 0 and boundaries == 0 and records == 0 and bytes == 0 then return end
+  local old = redis.call('HGET', KEYS[2], ARGV[1])
+  local t = old and {struct.unpack('<I6I6I6I6I6I6I6', old)} or {0, 0, 0, 0, 0, 0, 0}
+  local at = 2 + 3 * level
+  t[1] = math.max(0, t[1] + entries)
+  t[at] = math.max(0, t[at] + boundaries)
+  t[at + 1] = math.max(0, t[at + 1] + records)
+  t[at + 2] = math.max(0, t[at + 2] + bytes)
+  redis.call('HSET', KEYS[2], ARGV[1], struct.pack('<I6I6I6I6I6I6I6', t[1], t[2], t[3], t[4], t[5], t[6], t[7]))
+end
+local function gone(prefix, reason, group, slice, bytes)
+  local rest = struct.pack('<BBI2I2I6I4', level, reason, group, slice, bytes, ARGV[7])
+  redis.call('LPUSH', KEYS[3], ARGV[1] .. prefix .. rest)
+  redis.call('LTRIM', KEYS[3], 0, tonumber(ARGV[8]) - 1)
+end
+local function drop_if_empty()
+  if redis.call('BITCOUNT', KEYS[1], ARGV[6], -1) > 0 then return 0 end
+  redis.call('UNLINK', KEYS[1])
+  return -1
+end
+local function fill(tokens, parent)
+  if tokens ~= 0 and u32(4) == 0 then redis.call('SETRANGE', KEYS[1], 4, struct.pack('<I4', tokens)) end
+  local none = string.rep('\\0', 32)
+  if parent ~= none and string.sub(entry, 9, 40) == none then redis.call('SETRANGE', KEYS[1], 8, parent) end
+end
+local function used(now)
+  if u32(44) < now then redis.call('SETRANGE', KEYS[1], 44, struct.pack('<I4', now)) end
+end
+"""
+
+ADD = Script(
+    _COMMON
+    + """
+-- 9: the entry as it is when it was not there; 10: bytes of its records; 11: for each record bit, sum's place, bytes
+local items = ARGV[11]
+if not entry then
+  redis.call('SET', KEYS[1], ARGV[9])
+  change(1, 1, #items / 14, tonumber(ARGV[10]))
+  return 1
+end
+if leaving then return 0 end
+fill((struct.unpack('<I4', ARGV[9], 5)), string.sub(ARGV[9], 9, 40))
+local before, records, bytes = in_level(), 0, 0
+for at = 1, #items, 14 do
+  local bit, sum_at, size = struct.unpack('<I4I4I6', items, at)
+  if redis.call('SETBIT', KEYS[1], bit, 1) == 0 then
+    set_number(sum_at, number(sum_at) + size)
+    records, bytes = records + 1, bytes + size
+  end
+end
+if records > 0 then used(tonumber(ARGV[7])) end
+change(0, (before == 0 and records > 0) and 1 or 0, records, bytes)
+return 1
+"""
+)
+"""Tell which records of one boundary a level holds; 0: the boundary is leaving it, nothing was changed."""
+
+REMOVE = Script(
+    _COMMON
+    + """
+-- 9: prefix; 10: for each record bit, sum's place, bytes + 1 (0: not known), its group's first and last byte, group,
+-- slice, reason
+if not entry then return 0 end
+local items, records, bytes = ARGV[10], 0, 0
+for at = 1, #items, 28 do
+  local bit, sum_at, known, first, last, group, slice, reason = struct.unpack('<I4I4I6I4I4I2I2I2', items, at)
+  local held = redis.call('BITCOUNT', KEYS[1], first, last)
+  if redis.call('SETBIT', KEYS[1], bit, 0) == 1 then
+    local sum = number(sum_at)
+    local size = known > 0 and math.min(known - 1, sum) or math.floor(sum / held)
+    if held == 1 then size = sum end
+    set_number(sum_at, sum - size)
+    records, bytes = records + 1, bytes + size
+    gone(ARGV[9], reason, group, slice, size)
+  end
+end
+if records == 0 then return 0 end
+local boundaries = in_level() == 0 and -1 or 0
+if boundaries == -1 and leaving then
+  redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) - 2 ^ level))
+end
+change(drop_if_empty(), boundaries, -records, -bytes)
+return records
+"""
+)
+"""Tell which records of one boundary a level holds no more; returns how many it was thought to hold."""
+
+START = Script(
+    _COMMON
+    + """
+-- 9: unless used since; 10: 1 to take no notice of a pin
+if not entry or in_level() == 0 then return false end
+if leaving then return entry end
+if ARGV[10] ~= '1' and u32(52) > tonumber(ARGV[7]) then return false end
+if u32(44) > tonumber(ARGV[9]) then return false end
+redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) + 2 ^ level))
+return redis.call('GET', KEYS[1])
+"""
+)
+"""Hide a level's records of a boundary; returns the entry, or nothing."""
+
+FINISH = Script(
+    _COMMON
+    + """
+-- 9: prefix; 10: reason; 11: where the level's sums begin; 12: number of groups
+if not entry or not leaving then return 0 end
+local bytes, records, first = 0, in_level(), tonumber(ARGV[11])
+for group = 0, tonumber(ARGV[12]) - 1 do bytes = bytes + number(first + 6 * group) end
+redis.call('SETRANGE', KEYS[1], first, string.rep('\\0', 6 * tonumber(ARGV[12])))
+redis.call('SETRANGE', KEYS[1], ARGV[4], string.rep('\\0', tonumber(ARGV[5]) - tonumber(ARGV[4]) + 1))
+redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) - 2 ^ level))
+gone(ARGV[9], tonumber(ARGV[10]), 65535, 65535, bytes)
+change(drop_if_empty(), records > 0 and -1 or 0, -records, -bytes)
+return bytes
+"""
+)
+"""Forget a level's records of a boundary that is leaving it; returns their bytes."""
+
+STOP = Script(
+    _COMMON
+    + """
+if not entry or not leaving then return 0 end
+redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) - 2 ^ level))
+return 1
+"""
+)
+"""Show a level's records of a boundary again."""
+
+USE = Script(
+    _COMMON
+    + """
+-- 9: hits; 10: tokens; 11: parent
+if not entry then return 0 end
+used(tonumber(ARGV[7]))
+fill(tonumber(ARGV[10]), ARGV[11])
+redis.call('SETRANGE', KEYS[1], 48, struct.pack('<I4', math.min(4294967295, u32(48) + tonumber(ARGV[9]))))
+return 1
+"""
+)
+"""Count reads of a boundary."""
+
+PIN = Script(
+    _COMMON
+    + """
+-- 9: until
+if not entry then return 0 end
+redis.call('SETRANGE', KEYS[1], 52, struct.pack('<I4', tonumber(ARGV[9])))
+return 1
+"""
+)
+"""Set the end of a boundary's pin."""
+
+OBSERVE = Script(
+    _COMMON
+    + f"""
+-- 9: prefix; 10: reason; 11: what the names of its records begin with; 12: where the level's sums begin; then the
+-- slices of each group
+if not entry or leaving then return 0 end
+local before, lost, records, bytes = in_level(), 0, 0, 0
+local first, row = tonumber(ARGV[12]), tonumber(ARGV[4])
+for group = 0, #ARGV - 13 do
+  local slices, sum, old = tonumber(ARGV[13 + group]), 0, number(first + 6 * group)
+  for slice = 0, slices - 1 do
+    local name = ARGV[11] .. '.g' .. group .. '.s' .. slice
+    local size = redis.pcall('STRLEN', name)
+    if type(size) ~= 'number' then size = 0 end
+    if size == {HEADER_BYTES} then
+      local payload = redis.call('GETRANGE', name, {_PAYLOAD_AT}, {_PAYLOAD_AT} + 7)
+      if #payload == 8 then size = size + struct.unpack('<I8', payload) end
+    end
+    local held = redis.call('SETBIT', KEYS[1], row * 8 + slice - slice % 8 + 7 - slice % 8, size > 0 and 1 or 0)
+    sum = sum + size
+    if size > 0 and held == 0 then records = records + 1 end
+    if size == 0 and held == 1 then
+      records, lost = records - 1, lost + 1
+      gone(ARGV[9], tonumber(ARGV[10]), group, slice, 0)
+    end
+  end
+  if sum ~= old then
+    set_number(first + 6 * group, sum)
+    bytes = bytes + sum - old
+  end
+  row = row + math.floor((slices + 7) / 8)
+end
+local after = in_level()
+change(drop_if_empty(), (after > 0 and 1 or 0) - (before > 0 and 1 or 0), records, bytes)
+return lost
+"""
+)
+"""Make a boundary's hot bits and bytes what this very server holds; returns how many records were lost."""
+
+ALL = (ADD, REMOVE, START, FINISH, STOP, USE, PIN, OBSERVE)

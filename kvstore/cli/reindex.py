@@ -1,0 +1,160 @@
+"""`kvstore reindex`: make the catalog anew from the records that the tiers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import Level
+from kvstore.client.embedded import default_directory
+from kvstore.compose import open_catalog, open_tier
+from kvstore.errors import InvalidRequest
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import Settings, load_settings
+from kvstore.store.reindexing import Checkpoint, ReindexReport, reindex_level
+from kvstore.tiers.base import Tier
+from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
+
+__all__ = ["reindex"]
+
+Locations = Mapping[Level, HotLocation | ColdLocation]
+
+_CALL_S = 30.0
+
+
+def reindex(
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")] = None,
+    restart: Annotated[bool, typer.Option(help="Do not go on where an interrupted run ended.")] = False,
+    state: Annotated[Path | None, typer.Option(help="Folder that remembers how far it came.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> int:
+    """Make the catalog anew from the records in Redis and S3, or in the directory, while services go on.
+
+    Interrupted, it goes on where it was. Exit status: 0 done, 3 records of unknown namespaces were met, 2 a wrong call.
+    """
+    settings = load_settings({}, config=config)
+    locations = _locations(settings)
+    remembered = _Remembered(state or default_directory(), locations)
+    if restart:
+        remembered.forget()
+    logging.getLogger("kvstore").setLevel(logging.ERROR)
+    reports = asyncio.run(_run(settings, locations, remembered, quiet=json_))
+    remembered.forget()
+    if json_:
+        typer.echo(json.dumps({name: report.as_json() for name, report in reports.items()}))
+    else:
+        for name, report in reports.items():
+            _show(name, report)
+    return 3 if any(report.num_unknown for report in reports.values()) else 0
+
+
+async def _run(
+    settings: Settings, locations: Locations, remembered: _Remembered, *, quiet: bool
+) -> dict[str, ReindexReport]:
+    reports = {}
+    async with open_catalog(settings) as catalog:
+        for level, location in locations.items():
+            if not remembered.is_done(level):
+                async with open_tier(location, settings) as tier:
+                    with _bar(quiet=quiet) as progress:
+                        report = await _one(catalog, tier, level, remembered, _teller(progress, str(location)))
+                reports[str(location)] = report
+                remembered.finish(level)
+        await catalog.set_complete(True, deadline=Deadline.after(_CALL_S))
+    return reports
+
+
+async def _one(
+    catalog: Catalog, tier: Tier, level: Level, remembered: _Remembered, tell: Callable[[ReindexReport], None]
+) -> ReindexReport:
+    start = remembered.start(level)
+    return await reindex_level(
+        catalog,
+        tier,
+        level,
+        clock=SYSTEM_CLOCK,
+        start=start,
+        save=lambda checkpoint: remembered.save(level, checkpoint),
+        tell=tell,
+    )
+
+
+def _teller(progress: Progress, location: str) -> Callable[[ReindexReport], None]:
+    bar = progress.add_task(f"{location}: listing", total=None)
+
+    def tell(report: ReindexReport) -> None:
+        text = f"{location}: {report.num_records:,} records, {report.num_bytes / 1e9:,.1f} GB"
+        progress.update(bar, description=text)
+
+    return tell
+
+
+class _Remembered:
+    """How far a run came, in a small file: a name for each set of tiers."""
+
+    def __init__(self, folder: Path, locations: Locations) -> None:
+        text = " ".join(str(location) for location in locations.values())
+        self._path = folder / f"reindex-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        try:
+            self._values: dict[str, str | bool] = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            self._values = {}
+
+    def is_done(self, level: Level) -> bool:
+        return self._values.get(f"{level.name}_done") is True
+
+    def start(self, level: Level) -> Checkpoint:
+        return Checkpoint(str(self._values.get(level.name, "")))
+
+    def save(self, level: Level, checkpoint: Checkpoint) -> None:
+        self._write({level.name: checkpoint.after})
+
+    def finish(self, level: Level) -> None:
+        self._write({f"{level.name}_done": True})
+
+    def forget(self) -> None:
+        self._values = {}
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, values: dict[str, str | bool]) -> None:
+        self._values |= values
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(self._values))
+        fresh.replace(self._path)
+
+
+def _locations(settings: Settings) -> Locations:
+    named = {Level.HOT: settings.hot, Level.COLD: settings.cold}
+    locations = {level: location for level, location in named.items() if not isinstance(location, NoTier)}
+    if not locations:
+        raise InvalidRequest("there is nothing to index: set hot or cold", hot=settings.hot, cold=settings.cold)
+    return locations
+
+
+def _bar(*, quiet: bool) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+
+def _show(name: str, report: ReindexReport) -> None:
+    typer.echo(
+        f"{name}: {report.num_records:,} records, {report.num_bytes:,} bytes, {len(report.namespaces)} namespaces"
+    )
+    if report.num_skipped:
+        typer.echo(f"  told by an interrupted run: {report.num_skipped:,}")
+    if report.num_stale:
+        typer.echo(f"  taken off, they are not there: {report.num_stale:,}")
+    for namespace in report.unknown_namespaces:
+        typer.echo(f"  no readable manifest, left out: namespace {namespace}")

@@ -1,0 +1,151 @@
+"""`kvstore simulate`: what a budget would hit, by replaying a trace of prompts with the store's own code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvstore.cli.curve import draw_curve
+from kvstore.errors import InvalidRequest
+from kvstore.eviction.candidates import AUTO, CANDIDATES
+from kvstore.eviction.replay import CLAIRVOYANT, ReplayPlan, ReplayResult, check_policy, replay
+from kvstore.eviction.trace import TracedPrompt, read_trace
+from kvstore.settings import parse_bytes
+
+__all__ = ["simulate"]
+
+_BUDGETS = "1000,3000,10000,30000,50000"
+_POLICIES = ",".join([*(candidate.name for candidate in CANDIDATES), AUTO, CLAIRVOYANT])
+
+
+def simulate(  # noqa: PLR0917 - typer makes flags of them
+    trace: Annotated[Path, typer.Argument(help="Prompts in Mooncake's format, .jsonl or .jsonl.gz.")],
+    budget_blocks: Annotated[str, typer.Option(help="Budgets to try, in blocks.")] = _BUDGETS,
+    policy: Annotated[
+        str, typer.Option(help="Policies to try: a policy, or policy+admission; auto; clairvoyant is a bound.")
+    ] = _POLICIES,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block in the trace.")] = 512,
+    block_bytes: Annotated[str, typer.Option(help="Stored bytes of a block; 64MiB is an 8B model in bf16.")] = "64MiB",
+    block_records: Annotated[int, typer.Option(min=1, help="Records of a block: requests to put or get it.")] = 16,
+    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="What is unused for so long leaves.")] = None,
+    curve: Annotated[Path | None, typer.Option(help="Write hit rate over budget as an SVG picture.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Replay a trace: token hit rate, bytes written and S3 requests for each policy and budget."""
+    budgets = _budgets(budget_blocks)
+    policies = [check_policy(name.strip()) for name in policy.split(",")]
+    try:
+        num_bytes = parse_bytes(int(block_bytes) if block_bytes.isdecimal() else block_bytes)
+    except ValueError as error:
+        raise InvalidRequest(f"--block-bytes: {error}", seen=block_bytes) from error
+    if num_bytes < 1:
+        raise InvalidRequest("--block-bytes: expected at least one byte", seen=block_bytes)
+    if curve is not None and curve.suffix != ".svg":
+        raise InvalidRequest("--curve: expected a file that ends in .svg", seen=curve)
+    prompts = read_trace(trace, block_tokens=block_tokens)
+    plans = [
+        ReplayPlan(
+            policy=name,
+            budget_blocks=budget,
+            block_tokens=block_tokens,
+            block_bytes=num_bytes,
+            block_records=block_records,
+            ttl_s=ttl_s,
+        )
+        for budget in dict.fromkeys(budgets)
+        for name in dict.fromkeys(policies)
+    ]
+    rows = _run(prompts, plans)
+    if curve is not None:
+        _write_curve(curve, trace.name, rows)
+    if json_:
+        typer.echo(json.dumps({"rows": rows}, indent=1))
+    else:
+        _print(trace.name, len(prompts), rows)
+        if curve is not None:
+            typer.echo(f"curve: {curve}")
+
+
+def _budgets(text: str) -> list[int]:
+    budgets = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise InvalidRequest(
+                "--budget-blocks: expected whole numbers above zero with commas between, like 1000,3000", seen=text
+            )
+        budgets.append(int(part))
+    return sorted(budgets)
+
+
+def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[dict[str, object]]:
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("replaying", total=len(prompts) * len(plans))
+        rows = []
+        for plan in plans:
+            progress.update(bar, description=f"{plan.policy} in {plan.budget_blocks:,} blocks")
+            rows.append(_row(plan, replay(prompts, plan, lambda done: progress.advance(bar, done))))
+        return rows
+
+
+def _row(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
+    puts, gets, deletes = (
+        blocks * plan.block_records for blocks in (result.blocks_written, result.blocks_read, result.blocks_evicted)
+    )
+    return {
+        "policy": plan.policy,
+        "budget_blocks": plan.budget_blocks,
+        "budget_bytes": plan.budget_blocks * plan.block_bytes,
+        "token_hit_rate": round(result.token_hit_rate, 6),
+        "hit_tokens": result.hit_tokens,
+        "input_tokens": result.input_tokens,
+        "bytes_written": result.blocks_written * plan.block_bytes,
+        "bytes_read": result.blocks_read * plan.block_bytes,
+        "s3_requests": puts + gets + deletes,
+        "s3_puts": puts,
+        "s3_gets": gets,
+        "s3_deletes": deletes,
+        "followed": [{"from_prompt": prompt, "policy": name} for prompt, name in result.followed],
+    }
+
+
+def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, object]]) -> None:
+    table = Table(title=f"{name}: {num_prompts:,} prompts, {rows[0]['input_tokens']:,} tokens")
+    for heading in ("budget, blocks", "policy", "token hit rate", "written, GiB", "S3 requests, millions"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    last = rows[0]["budget_blocks"]
+    for row in rows:
+        if row["budget_blocks"] != last:
+            table.add_section()
+            last = row["budget_blocks"]
+        table.add_row(
+            f"{row['budget_blocks']:,}",
+            str(row["policy"]),
+            f"{row['token_hit_rate']:.4f}",
+            f"{_number(row['bytes_written']) / (1 << 30):,.0f}",
+            f"{_number(row['s3_requests']) / 1e6:,.2f}",
+        )
+    Console().print(table)
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return value
+
+
+def _write_curve(path: Path, title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        point = int(_number(row["budget_blocks"])), _number(row["token_hit_rate"])
+        lines.setdefault(str(row["policy"]), []).append(point)
+    try:
+        path.write_text(draw_curve(f"Token hit rate over budget: {title}", lines))
+    except OSError as error:
+        raise InvalidRequest("--curve: the file cannot be written", path=path, error=error.strerror) from error

@@ -1,0 +1,1 @@
+"""Which prefixes to keep: policies, admission rules and budgets, all pure. Reading order: the README."""

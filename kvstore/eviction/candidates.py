@@ -1,0 +1,95 @@
+"""Policies and admission rules by the names that settings, `simulate` and reports use."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+from kvstore.eviction.admission import Admission, AdmitAll, BySize, SecondSight
+from kvstore.eviction.base import Policy
+from kvstore.eviction.flops_per_byte import FlopsPerByte
+from kvstore.eviction.lru import Lru
+from kvstore.eviction.prefixes import Key
+from kvstore.eviction.s3fifo import S3Fifo
+
+__all__ = ["ADMISSIONS", "AUTO", "CANDIDATES", "POLICIES", "Candidate", "LiveAdmission", "parse_candidate"]
+
+AUTO = "auto"
+
+_REMEMBERED_PER_HELD = 1
+"""Boundaries that second sight remembers: what comes back later than that would have left before its third time."""
+_BY_SIZE_MIN_TOKENS = 1024
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, S3Fifo, FlopsPerByte)}
+"""A fresh policy by its name."""
+
+ADMISSIONS: Mapping[str, Callable[[int], Admission]] = {
+    AdmitAll.name: lambda _: AdmitAll(),
+    SecondSight.name: lambda num_held: SecondSight(_REMEMBERED_PER_HELD * num_held),
+    BySize.name: lambda _: BySize(_BY_SIZE_MIN_TOKENS),
+}
+"""A fresh rule by its name, given how many boundaries are held when the budget is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy with an admission rule; spelled `lru`, or `lru+second_sight`.
+
+    Attributes:
+        policy: A name of `POLICIES`.
+        admission: A name of `ADMISSIONS`.
+    """
+
+    policy: str
+    admission: str = AdmitAll.name
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.admission == AdmitAll.name else f"{self.policy}+{self.admission}"
+
+    def make_policy(self) -> Policy:
+        return POLICIES[self.policy]()
+
+    def make_admission(self, num_held: int) -> Admission:
+        return ADMISSIONS[self.admission](num_held)
+
+
+CANDIDATES: Sequence[Candidate] = tuple(
+    Candidate(policy, admission) for admission in (AdmitAll.name, SecondSight.name) for policy in POLICIES
+)
+"""What `auto` chooses from. Admission by size depends on the model and the link, which `auto` does not know."""
+
+
+def parse_candidate(text: str) -> Candidate:
+    """The inverse of `Candidate.name`.
+
+    Raises:
+        InvalidRequest: No such policy or rule; the nearest name is in the message.
+    """
+    policy, plus, admission = text.partition("+")
+    for name, known, what in ((policy, POLICIES, "policy"), (admission, ADMISSIONS, "admission rule")):
+        if name not in known and (plus or name is policy):
+            nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+            raise InvalidRequest(
+                f"unknown {what} {name!r}: expected one of {', '.join(known)}; did you mean {nearest}?"
+            )
+    return Candidate(policy, admission if plus else AdmitAll.name)
+
+
+class LiveAdmission(Admission):
+    """The rule of whichever candidate is followed; the other rules go on seeing what is offered, so that a change of
+    the candidate finds them warm.
+    """
+
+    name = AUTO
+
+    def __init__(self, num_held: int, candidates: Sequence[Candidate]) -> None:
+        names = dict.fromkeys(candidate.admission for candidate in candidates)
+        self._rules = {name: ADMISSIONS[name](num_held) for name in names}
+        self.follows = candidates[0].admission
+
+    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
+        answers = {name: rule.admit(path, tokens) for name, rule in self._rules.items()}
+        return answers[self.follows]

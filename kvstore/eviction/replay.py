@@ -1,0 +1,163 @@
+"""Plays a trace against a budget with the store's own coverage, admission and eviction, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.eviction.auto import Auto
+from kvstore.eviction.cache import PrefixCache
+from kvstore.eviction.candidates import AUTO, CANDIDATES, LiveAdmission, parse_candidate
+from kvstore.eviction.clairvoyant import clairvoyant_holds
+from kvstore.eviction.holdings import Holdings
+from kvstore.eviction.trace import TracedPrompt
+from kvstore.model.coverage import longest_resumable
+from kvstore.model.kinds import FullAttention
+from kvstore.model.layout import GroupLayout, Layout
+
+__all__ = ["CLAIRVOYANT", "ReplayPlan", "ReplayResult", "check_policy", "replay"]
+
+CLAIRVOYANT = "clairvoyant"
+"""Not a policy but a bound: it looks the next use of everything up in the trace."""
+
+_STEP_TOKENS = 16
+_SWEEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """What one run assumes.
+
+    Attributes:
+        policy: `auto`, `clairvoyant`, or a candidate like `lru` or `lru+second_sight`.
+        budget_blocks: Room, in blocks.
+        block_tokens: Tokens of a block, and of a page.
+        block_bytes: Stored bytes of a block.
+        block_records: Records that a block is stored in: requests to write, read or delete it.
+        ttl_s: What is unused for so long leaves; `None`: no limit.
+    """
+
+    policy: str
+    budget_blocks: int
+    block_tokens: int = 512
+    block_bytes: int = 64 << 20
+    block_records: int = 16
+    ttl_s: float | None = None
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """What came of it.
+
+    Attributes:
+        input_tokens: Of all prompts.
+        hit_tokens: Of these, what could be resumed from.
+        blocks_read: Blocks behind the hits.
+        blocks_written: Blocks that were admitted.
+        blocks_evicted: Blocks that left.
+        followed: For `auto`: index of the prompt, and the candidate that was followed from it on.
+    """
+
+    input_tokens: int = 0
+    hit_tokens: int = 0
+    blocks_read: int = 0
+    blocks_written: int = 0
+    blocks_evicted: int = 0
+    followed: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.hit_tokens / max(1, self.input_tokens)
+
+
+def check_policy(name: str) -> str:
+    """Return the name.
+
+    Raises:
+        InvalidRequest: There is no such policy.
+    """
+    if name not in (AUTO, CLAIRVOYANT):
+        parse_candidate(name)
+    return name
+
+
+def replay(
+    prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None] | None = None
+) -> ReplayResult:
+    """Look every prompt up, read what hits, save what is missing.
+
+    Args:
+        prompts: In the order of their times.
+        plan: The assumptions.
+        on_progress: Called now and then with the number of further prompts that are done.
+    """
+    run = _clairvoyant if plan.policy == CLAIRVOYANT else _play
+    return run(prompts, plan, on_progress or (lambda _: None))
+
+
+def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None]) -> ReplayResult:
+    candidates = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
+    budget_bytes = plan.budget_blocks * plan.block_bytes
+    holdings = Holdings(budget_bytes, candidates[0].make_policy)
+    admission = LiveAdmission(plan.budget_blocks, candidates)
+    cache = PrefixCache(holdings, admission)
+    auto = Auto(candidates, budget_bytes=budget_bytes, boundary_bytes=plan.block_bytes) if len(candidates) > 1 else None
+    layout = Layout(plan.block_tokens, (GroupLayout(FullAttention(), 1),))
+    result = ReplayResult(followed=[(0, candidates[0].name)] if auto else [])
+    swept_s = 0.0
+    for index, prompt in enumerate(prompts):
+        if plan.ttl_s is not None and prompt.at_s >= swept_s + _SWEEP_S:
+            result.blocks_evicted += len(holdings.expire(prompt.at_s - plan.ttl_s))
+            swept_s = prompt.at_s
+        tokens = _boundaries(prompt, plan.block_tokens)
+        sizes = [plan.block_bytes] * len(tokens)
+        _look_up(prompt, tokens, holdings, layout, result)
+        if auto is not None and auto.observe(prompt.blocks, tokens, sizes, prompt.at_s):
+            holdings.use_policy(auto.current.make_policy)
+            admission.follows = auto.current.admission
+            result.followed.append((index, auto.current.name))
+        saved = cache.save(prompt.blocks, tokens, sizes, prompt.at_s)
+        result.blocks_written += saved.num_written
+        result.blocks_evicted += saved.num_evicted
+        if index % 64 == 63:
+            on_progress(64)
+    on_progress(len(prompts) % 64)
+    return result
+
+
+def _boundaries(prompt: TracedPrompt, block_tokens: int) -> list[int]:
+    tokens = list(range(block_tokens, prompt.num_tokens + 1, block_tokens))
+    return tokens if prompt.num_tokens % block_tokens == 0 else [*tokens, prompt.num_tokens]
+
+
+def _look_up(
+    prompt: TracedPrompt, tokens: Sequence[int], holdings: Holdings, layout: Layout, result: ReplayResult
+) -> None:
+    present = [int(block in holdings) for block in prompt.blocks]
+    end = len(present)
+    while end and not present[end - 1]:
+        end -= 1
+    resume = longest_resumable(
+        layout,
+        tokens[:end],
+        present[:end],
+        local_tokens=0,
+        cap_tokens=prompt.num_tokens,
+        step_tokens=_STEP_TOKENS,
+    )
+    num_read = -(-resume // layout.page_tokens)
+    holdings.use(prompt.blocks[:num_read], prompt.at_s)
+    result.input_tokens += prompt.num_tokens
+    result.hit_tokens += resume
+    result.blocks_read += num_read
+
+
+def _clairvoyant(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None]) -> ReplayResult:
+    leading, num_written = clairvoyant_holds([prompt.blocks for prompt in prompts], plan.budget_blocks)
+    result = ReplayResult(blocks_written=num_written, blocks_evicted=max(0, num_written - plan.budget_blocks))
+    for prompt, held in zip(prompts, leading, strict=True):
+        result.input_tokens += prompt.num_tokens
+        result.hit_tokens += min(prompt.num_tokens, held * plan.block_tokens) // _STEP_TOKENS * _STEP_TOKENS
+        result.blocks_read += held
+    on_progress(len(prompts))
+    return result

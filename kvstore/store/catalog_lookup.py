@@ -1,0 +1,107 @@
+"""A lookup's question to the catalog: which slices of a prompt's boundaries are at the hot and the cold level."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import EntryTable, Level
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.placement import Presence, inner_probes
+from kvstore.store.slices import PackedSlices
+
+__all__ = ["CatalogLookup"]
+
+_AT_ONCE = 4096
+"""So many boundaries are asked for in one round trip, whatever they are. Of more, if most do not end a page, the pages
+are asked for first, then the tails and states that can still matter."""
+
+_SHARE = 0.6
+"""Of a lookup's time: a catalog that hangs must leave time to ask the tiers."""
+
+_COMPLETE_S = 5.0
+"""Whether the catalog knows of everything is asked for so often."""
+
+_REST_S = 1.0
+"""A catalog that did not answer in time is left alone for so long."""
+
+
+class CatalogLookup:
+    """Fills what is known of a prompt from the catalog."""
+
+    def __init__(self, catalog: Catalog, meters: Meters, clock: Clock) -> None:
+        self._catalog = catalog
+        self._meters = meters
+        self._clock = clock
+        self._complete = False
+        self._asked_s = float("-inf")
+        self._rests_until_s = float("-inf")
+
+    async def fill(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> bool:
+        """Note what the catalog has of a query's boundaries. True: that is all there is, no tier need be asked."""
+        if self._clock.monotonic_s() < self._rests_until_s:
+            return False
+        query, layout = presence.query, presence.layout
+        deadline = deadline.earlier(deadline.remaining_s * _SHARE)
+        every = list(range(len(query.boundaries)))
+        try:
+            complete = await self._is_complete(deadline)
+            ends = [index for index in every if query.boundaries[index].tokens % layout.page_tokens == 0]
+            if len(every) <= max(_AT_ONCE, 2 * len(ends)):
+                await self._ask(presence, every, deadline, hot=hot, cold=cold)
+            else:
+                await self._ask(presence, ends, deadline, hot=hot, cold=cold)
+                inner = {probe[0] for probe in inner_probes(layout, query, presence.complete)}
+                await self._ask(presence, sorted(inner.difference(ends)), deadline, hot=hot, cold=cold)
+        except (Unavailable, Closed, CorruptRecord, InvalidRequest):
+            self._meters.add("catalog_failures", call="lookup")
+            self._rests_until_s = self._clock.monotonic_s() + _REST_S
+            presence.hot, presence.cold = {}, {}
+            return False
+        self._meters.add("catalog_lookups", complete=str(complete).lower())
+        return complete
+
+    async def _is_complete(self, deadline: Deadline) -> bool:
+        now_s = self._clock.monotonic_s()
+        if now_s - self._asked_s > _COMPLETE_S:
+            self._complete = await self._catalog.is_complete(deadline=deadline)
+            self._asked_s = now_s
+        return self._complete
+
+    async def _ask(self, presence: Presence, indexes: list[int], deadline: Deadline, *, hot: bool, cold: bool) -> None:
+        query = presence.query
+        prefixes = [query.boundaries[index].prefix for index in indexes]
+        table = await self._catalog.lookup(query.namespace, prefixes, deadline=deadline)
+        for level, wanted in ((Level.HOT, hot), (Level.COLD, cold)):
+            rows = table.rows(level)
+            if not wanted or not rows.any():
+                continue
+            if len(indexes) < len(query.boundaries):
+                rows = _placed(rows, indexes, presence, level)
+            found = PackedSlices(presence.layout, rows)
+            if level is Level.HOT:
+                presence.hot = found
+            else:
+                presence.cold = found
+        _note_sizes(presence, table)
+
+
+def _placed(rows: npt.NDArray[np.uint8], indexes: list[int], presence: Presence, level: Level) -> npt.NDArray[np.uint8]:
+    """Rows of some boundaries among those of all, with what was found before."""
+    before = presence.hot if level is Level.HOT else presence.cold
+    if isinstance(before, PackedSlices):
+        placed = before.rows.copy()
+    else:
+        placed = np.zeros((len(presence.query.boundaries), rows.shape[1]), dtype=np.uint8)
+    placed[indexes] = rows
+    return placed
+
+
+def _note_sizes(presence: Presence, table: EntryTable) -> None:
+    for group in range(len(presence.layout.groups)):
+        for level in (Level.COLD, Level.HOT):
+            presence.note_size(group, table.mean_bytes(level, group))

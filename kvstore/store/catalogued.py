@@ -1,0 +1,109 @@
+"""A tier whose changes its catalog learns of, whoever makes them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvstore.catalog.base import LeaveReason
+from kvstore.catalog.entry import Level
+from kvstore.errors import Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.recorder import Recorder
+from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
+
+__all__ = ["CataloguedTier"]
+
+
+class CataloguedTier(Tier):
+    """Passes calls on to `inner`, and what they changed to the catalog.
+
+    A put returns when the catalog knows of the record, or could not be reached: then it learns of it later. The
+    catalog's state never makes a call fail, but for a put into a boundary that is just being deleted.
+
+    Args:
+        inner: The tier; owned from now on. Retention, which tells the catalog itself, deletes there.
+        level: What it is to the catalog.
+        recorder: The way to the catalog; stays the caller's.
+    """
+
+    def __init__(self, inner: Tier, level: Level, recorder: Recorder) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self._level = level
+        self._recorder = recorder
+        inner.on_quarantine = self._put_aside
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.inner.num_quarantined
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        return await self.inner.head(keys, deadline=deadline)
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        """A record that is not there, or was just put aside, is one that the catalog may still tell of."""
+        quarantined = self.inner.num_quarantined
+        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        if record is None:
+            (size,) = await self.inner.head([key], deadline=deadline)
+            if size is None:
+                reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
+                await self._recorder.removed(key, self._level, reason)
+        return record
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        outcome = await self.inner.put(record, deadline=deadline)
+        if outcome is PutOutcome.STORED:
+            taken = await self._recorder.added(record, self._level)
+        elif outcome is PutOutcome.EXISTS:
+            # perhaps another service's bytes, of another size, which died before it could tell
+            (size,) = await self.inner.head([record.key], deadline=deadline)
+            taken = size is None or await self._recorder.sized(
+                record.key, self._level, size or record.num_bytes, record.header.span.stop
+            )
+        else:
+            return outcome
+        if not taken:
+            raise Unavailable("the record's boundary is being deleted: put it again", key=record.key, tier=self.name)
+        return outcome
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        (size,) = await self.inner.head([key], deadline=deadline)
+        deleted = await self.inner.delete(key, deadline=deadline)
+        await self._recorder.removed(key, self._level, LeaveReason.REMOVED, size or None)
+        return deleted
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        (size,) = await self.inner.head([key], deadline=deadline)
+        await self.inner.quarantine(key, reason, deadline=deadline)
+        await self._recorder.removed(key, self._level, LeaveReason.CORRUPT, size or None)
+
+    def _put_aside(self, key: RecordKey, reason: str) -> None:
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        await self.inner.allow_eviction(keys, deadline=deadline)
+
+    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
+        return await self.inner.concerns(deadline=deadline)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        async for entry in self.inner.scan(namespace):
+            yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        await self.inner.put_manifest(namespace, manifest, deadline=deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        return await self.inner.get_manifest(namespace, deadline=deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        return await self.inner.usage(deadline=deadline)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()

@@ -1,0 +1,184 @@
+"""Finishes write-backs that nobody sees to any more: their service died, or had more to write than it could hold."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvstore.catalog.entry import Level
+from kvstore.catalog.pending_base import PendingEntry, PendingLog
+from kvstore.errors import Closed, KVStoreError, Unavailable
+from kvstore.format.manifest import parse_manifest
+from kvstore.model.keys import NamespaceId
+from kvstore.runtime.background import Background
+from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.journeys import Journeys
+from kvstore.store.limits import StoreLimits
+from kvstore.store.recorder import Recorder
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.gather import gather_all
+
+__all__ = ["Finisher"]
+
+_log = logging.getLogger(__name__)
+
+_CLAIMED_TOGETHER = 16
+"""Few, so that the last of them is finished well within its lease, and that other services get their share."""
+_PAUSE_S_MAX = 2.0
+
+
+class Finisher:
+    """Claims entries whose leases have ended, few at a time, and brings their records to the cold tier.
+
+    Args:
+        log: Where entries stand.
+        hot: Where their records are, if there is such a tier.
+        cold: Where they belong.
+        recorder: The way to the catalog, which the dead may not have told of what they had written.
+        journeys: Told how much is pending over all services.
+        background: Owns the loop.
+        meters: Where to count.
+        limits: Bounds and times.
+        clock: For deadlines.
+    """
+
+    def __init__(
+        self,
+        log: PendingLog,
+        hot: Tier | None,
+        cold: Tier,
+        *,
+        recorder: Recorder | None,
+        journeys: Journeys,
+        background: Background,
+        meters: Meters,
+        limits: StoreLimits,
+        clock: Clock,
+    ) -> None:
+        self._log = log
+        self._hot = hot
+        self._cold = cold
+        self._recorder = recorder
+        self._journeys = journeys
+        self._background = background
+        self._meters = meters
+        self._limits = limits
+        self._clock = clock
+        self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: until when it is waited for
+        self._room = ByteBudget(limits.finish_bytes_in_flight)
+
+    def start(self) -> None:
+        """Begin, now and until the owner of the background tasks is closed."""
+        self._background.spawn(self._run(), "finishing write-backs")
+
+    async def _run(self) -> None:
+        while True:
+            num_claimed = num_done = 0
+            try:
+                num_claimed, num_done = await self.round()
+            except Closed:
+                return
+            except KVStoreError:
+                self._meters.add("pending_failures", step="claim")
+            if num_claimed < _CLAIMED_TOGETHER or not num_done:
+                await asyncio.sleep(min(_PAUSE_S_MAX, self._log.lease_s / 3))
+
+    async def round(self) -> tuple[int, int]:
+        """Claim some entries and finish them; returns how many were claimed, and how many of them are done.
+
+        Raises:
+            Unavailable: The log cannot be asked.
+
+        If cancelled, what was claimed can be claimed again when its lease has ended.
+        """
+        deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+        totals = await self._log.totals(deadline=deadline)
+        self._journeys.learned(totals)
+        self._meters.set("pending_records", totals.num_records)
+        self._meters.set("pending_bytes", totals.num_bytes)
+        if not totals.num_records:
+            return 0, 0
+        entries = await self._log.claim(_CLAIMED_TOGETHER, deadline=deadline)
+        done = await gather_all([self._finish_within_room(entry) for entry in entries])
+        return len(entries), sum(done)
+
+    async def _finish_within_room(self, entry: PendingEntry) -> bool:
+        grant = await self._room.take(min(entry.num_bytes, self._room.limit_bytes))
+        try:
+            return await self._finish(entry)
+        finally:
+            self._room.give_back(grant)
+
+    async def _finish(self, entry: PendingEntry) -> bool:
+        """Bring one record to the cold tier and end its entry. False: not now, it is tried again after its lease."""
+        deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+        key = entry.key
+        try:
+            await self._make_known(key.namespace, deadline)
+            outcome = await self._bring(entry, deadline)
+            if outcome == "full":
+                self._meters.add("pending_failures", step="full")
+                return False
+            if outcome == "refused":
+                _log.error("a record will never reach the cold tier, and stays in the hot one key=%s", key)
+            elif self._hot is not None and outcome != "lost":
+                await self._hot.allow_eviction([key], deadline=deadline)
+                await self._tell(self._hot, Level.HOT, entry, deadline)
+            await self._log.finish([key], deadline=deadline)
+        except Unavailable:
+            self._meters.add("pending_failures", step="finish")
+            return False
+        self._meters.add("pending_finished", outcome=outcome)
+        return True
+
+    async def _bring(self, entry: PendingEntry, deadline: Deadline) -> str:
+        """How it ends: `present` already, `stored` now, `full`, `refused` for ever, or `lost`: it is in no tier.
+
+        An entry is written before its record, so that one that is in no tier may never have been acknowledged.
+        """
+        key = entry.key
+        (num_bytes,) = await self._cold.head([key], deadline=deadline)
+        if num_bytes is not None:
+            await self._tell(self._cold, Level.COLD, entry, deadline)
+            return "present"
+        record = await self._hot.get(key, deadline=deadline) if self._hot is not None else None
+        if record is None:
+            return "lost"
+        try:
+            outcome = await self._cold.put(record, deadline=deadline)
+        except (Unavailable, Closed):
+            raise
+        except KVStoreError:
+            return "refused"
+        return "full" if outcome is PutOutcome.FULL else "stored"
+
+    async def _make_known(self, namespace: NamespaceId, deadline: Deadline) -> None:
+        """Register with the catalog what no engine has opened on this node, by the manifest beside the records.
+
+        Raises:
+            Unavailable: No tier has one yet. Not raised for ever: then the catalog lacks the record, and says so.
+        """
+        if self._recorder is None or self._recorder.knows(namespace):
+            return
+        for tier in (self._cold, self._hot):
+            manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
+            if manifest is not None:
+                description = parse_manifest(manifest)
+                self._recorder.register(namespace, description.layout(), description.tenant)
+                return
+        if self._nameless.setdefault(namespace, deadline).expired:
+            return
+        raise Unavailable("a namespace has no manifest yet", namespace=namespace.hex())
+
+    async def _tell(self, tier: Tier, level: Level, entry: PendingEntry, deadline: Deadline) -> None:
+        """Have the catalog know of a record that somebody else wrote, if the tier has it."""
+        if self._recorder is None:
+            return
+        (num_bytes,) = await tier.head([entry.key], deadline=deadline)
+        if num_bytes is None:
+            return
+        if not await self._recorder.sized(entry.key, level, num_bytes or entry.num_bytes, entry.stop_tokens):
+            raise Unavailable("the record's boundary is being deleted: it is looked at again", key=entry.key)

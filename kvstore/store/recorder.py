@@ -1,0 +1,237 @@
+"""Tells the catalog what was stored, deleted and read: in order, many at a time, again when it did not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from kvstore.api import PrefixQuery
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal, Use
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+
+__all__ = ["Recorder"]
+
+_BATCH = 512
+_WAITING_MAX = 65_536
+"""Changes that wait for a catalog which does not answer, some 30 MiB; beyond, it is told that it lacks some."""
+_CALL_S = 5.0
+_PAUSE_S_MAX = 5.0
+_CLOSE_S = 1.0
+_USE_S = 5.0
+"""Reads are told so often: they are many, and nobody needs them sooner."""
+_QUERIES_KEPT = 64
+_PARENTS_KEPT = 200_000
+
+
+@dataclass(eq=False, slots=True)
+class _Told:
+    """A change on its way.
+
+    Attributes:
+        change: What happened.
+        done: Set when the catalog knows: whether the change was taken; or when it will be told later: true.
+    """
+
+    change: Addition | Removal
+    done: asyncio.Future[bool]
+
+
+class Recorder:
+    """The way from the store to its catalog. What cannot be told now is told later, in the same order; when too much
+    waits, the catalog is marked as not complete, so that nobody believes in what it lacks until a reindex.
+
+    Args:
+        catalog: Whom to tell; stays the caller's.
+        meters: Where to count.
+        clock: For deadlines and pauses.
+    """
+
+    def __init__(self, catalog: Catalog, meters: Meters, clock: Clock) -> None:
+        self.catalog = catalog
+        self._meters = meters
+        self._clock = clock
+        self._background = Background("catalog recorder")
+        self._waiting: deque[_Told] = deque()
+        self._uses: dict[tuple[NamespaceId, PrefixHash], Use] = {}
+        self._flusher: asyncio.Task[None] | None = None
+        self._teller: asyncio.Task[None] | None = None
+        self._lost = False
+        self._queries: deque[tuple[PrefixQuery, int]] = deque(maxlen=_QUERIES_KEPT)
+        self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
+        self._registered: set[NamespaceId] = set()
+        self._parents: dict[PrefixHash, PrefixHash] = {}
+
+    def __len__(self) -> int:
+        """Changes that wait."""
+        return len(self._waiting)
+
+    def knows(self, namespace: NamespaceId) -> bool:
+        """Whether it was registered here: the catalog refuses what is told of others."""
+        return namespace in self._layouts
+
+    def register(self, namespace: NamespaceId, layout: Layout, tenant: str) -> None:
+        """Make a namespace known. Never waits: a catalog that does not answer learns of it before the next change."""
+        if namespace not in self._layouts:
+            self._layouts[namespace] = (layout, tenant)
+            self._background.spawn(self._register(namespace), "namespace")
+
+    async def _register(self, namespace: NamespaceId) -> None:
+        try:
+            deadline = Deadline.after(_CALL_S, self._clock)
+            await self.catalog.register(namespace, *self._layouts[namespace], deadline=deadline)
+        except (Unavailable, Closed, InvalidRequest):
+            self._meters.add("catalog_failures", call="register")
+        else:
+            self._registered.add(namespace)
+
+    async def added(self, record: Record, level: Level) -> bool:
+        """A level holds `record` now. False: its boundary is being deleted there, it must be put again.
+
+        Returns when the catalog knows, or when it could not be reached and will be told later.
+        """
+        key, tokens = record.key, record.header.span.stop
+        return await self._tell(Addition(key, level, record.num_bytes, tokens, self._parent(key.prefix)))
+
+    async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int) -> bool:
+        """As `added`, for a record that somebody else stored."""
+        return await self._tell(Addition(key, level, num_bytes, tokens, self._parent(key.prefix)))
+
+    async def removed(self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None) -> None:
+        """A level holds a record no more."""
+        await self._tell(Removal(key, level, num_bytes, reason))
+
+    def used(self, namespace: NamespaceId, boundaries: Iterable[tuple[PrefixHash, int]]) -> None:
+        """Boundaries (prefix, tokens) were read. Never waits: told within seconds."""
+        for prefix, tokens in boundaries:
+            before = self._uses.get((namespace, prefix))
+            hits = 1 + (before.hits if before is not None else 0)
+            if before is not None or len(self._uses) < _WAITING_MAX:
+                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self._parent(prefix))
+        if self._uses and (self._teller is None or self._teller.done()):
+            self._teller = self._background.spawn(self._tell_uses(), "uses")
+
+    def learn(self, query: PrefixQuery, layout: Layout) -> None:
+        """Remember a prompt's boundaries: what is saved next is likely to be one of them, and has a parent."""
+        self._queries.append((query, layout.page_tokens))
+
+    def _parent(self, prefix: PrefixHash) -> PrefixHash | None:
+        if prefix not in self._parents:
+            while self._queries:
+                self._index(*self._queries.pop())
+        return self._parents.get(prefix)
+
+    def _index(self, query: PrefixQuery, page_tokens: int) -> None:
+        if len(self._parents) > _PARENTS_KEPT:
+            self._parents.clear()
+        parent: PrefixHash | None = None
+        for boundary in query.boundaries:
+            if parent is not None:
+                self._parents[boundary.prefix] = parent
+            if boundary.tokens % page_tokens == 0:
+                parent = boundary.prefix
+
+    async def _tell(self, change: Addition | Removal) -> bool:
+        if len(self._waiting) >= _WAITING_MAX:
+            self._lost = True
+            self._meters.add("catalog_changes_lost")
+            return True
+        told = _Told(change, asyncio.get_running_loop().create_future())
+        self._waiting.append(told)
+        if self._flusher is None or self._flusher.done():
+            self._flusher = self._background.spawn(self._flush(), "changes")
+        return await told.done
+
+    async def _flush(self) -> None:
+        """Tell what waits, in order, until nothing does."""
+        failures = 0
+        while self._waiting:
+            batch = [self._waiting[index] for index in range(min(_BATCH, len(self._waiting)))]
+            first = type(batch[0].change)
+            batch = next(list(group) for _, group in groupby(batch, key=lambda told: type(told.change) is first))
+            try:
+                taken = await self._send(batch)
+            except (InvalidRequest, CorruptRecord):  # will never be taken
+                self._meters.add("catalog_failures", call="refused")
+                taken, self._lost = [True] * len(batch), True
+            except (Unavailable, Closed):
+                self._meters.add("catalog_failures", call="change")
+                for told in self._waiting:
+                    _resolve(told, True)
+                failures += 1
+                await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
+                continue
+            failures = 0
+            for told, answer in zip(batch, taken, strict=True):
+                self._waiting.popleft()
+                _resolve(told, answer)
+            await self._confess()
+
+    async def _send(self, batch: list[_Told]) -> list[bool]:
+        deadline = Deadline.after(_CALL_S, self._clock)
+        for namespace in {told.change.key.namespace for told in batch}.difference(self._registered):
+            if namespace in self._layouts:
+                await self.catalog.register(namespace, *self._layouts[namespace], deadline=deadline)
+                self._registered.add(namespace)
+        additions = [told.change for told in batch if isinstance(told.change, Addition)]
+        if additions:
+            return await self.catalog.add(additions, deadline=deadline)
+        removals = [told.change for told in batch if isinstance(told.change, Removal)]
+        await self.catalog.remove(removals, deadline=deadline)
+        return [True] * len(batch)
+
+    async def _confess(self) -> None:
+        """Some changes were never told: nobody may believe in what the catalog lacks."""
+        if self._lost:
+            try:
+                await self.catalog.set_complete(False, deadline=Deadline.after(_CALL_S, self._clock))
+            except (Unavailable, Closed):
+                return
+            self._lost = False
+
+    async def _tell_uses(self) -> None:
+        while self._uses:
+            await asyncio.sleep(_USE_S)
+            await self.tell_uses_now()
+
+    async def tell_uses_now(self) -> None:
+        """Tell what was read since the last time; what cannot be told is forgotten, counted."""
+        uses, self._uses = self._uses, {}
+        by_namespace: dict[NamespaceId, list[Use]] = {}
+        for (namespace, _), use in uses.items():
+            by_namespace.setdefault(namespace, []).append(use)
+        for namespace, listed in by_namespace.items():
+            try:
+                await self.catalog.use(namespace, listed, deadline=Deadline.after(_CALL_S, self._clock))
+            except (Unavailable, Closed, InvalidRequest, CorruptRecord):
+                self._meters.add("catalog_failures", call="use")
+
+    async def drain(self, deadline: Deadline) -> int:
+        """Wait until everything is told, or until the deadline; returns how many changes are left."""
+        if self._uses and not deadline.expired:
+            await self.tell_uses_now()
+        if self._flusher is not None and not self._flusher.done():
+            await asyncio.wait({self._flusher}, timeout=deadline.remaining_s)
+        return len(self._waiting)
+
+    async def aclose(self) -> None:
+        """Give what waits a moment, then stop. Idempotent."""
+        await self.drain(Deadline.after(_CLOSE_S, self._clock))
+        await self._background.aclose()
+        for told in self._waiting:
+            _resolve(told, True)
+
+
+def _resolve(told: _Told, answer: bool) -> None:
+    if not told.done.done():
+        told.done.set_result(answer)

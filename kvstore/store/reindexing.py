@@ -1,0 +1,237 @@
+"""Reindex: make a catalog what the tiers' records say, from a walk over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar, cast
+
+from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import Level
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.manifest import parse_manifest
+from kvstore.format.names import format_name
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import Entry, Tier
+
+__all__ = ["Checkpoint", "ReindexReport", "mark_if_empty", "reindex_level"]
+
+T = TypeVar("T")
+
+_BATCH = 2048
+_CALL_S = 30.0
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """How far a reindex of one level came.
+
+    Attributes:
+        after: Name of the last record that the catalog was told of, in a tier that lists names in order; or empty.
+    """
+
+    after: str = ""
+
+
+@dataclass(slots=True)
+class ReindexReport:
+    """What a reindex of one level did.
+
+    Attributes:
+        num_records: Records that were listed.
+        num_bytes: Their bytes.
+        num_skipped: Of these, told by an earlier run that was interrupted.
+        num_stale: Records that the catalog told of and that are not there: taken off.
+        num_unknown: Records of namespaces without a readable manifest, which the catalog cannot hold.
+        namespaces: Namespaces met, in hex.
+        unknown_namespaces: Those without a manifest.
+    """
+
+    num_records: int = 0
+    num_bytes: int = 0
+    num_skipped: int = 0
+    num_stale: int = 0
+    num_unknown: int = 0
+    namespaces: list[str] = field(default_factory=list)
+    unknown_namespaces: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+Seen = dict[tuple[NamespaceId, PrefixHash], dict[int, list[int]]]
+"""For each boundary and group the bits of its slices and their bytes."""
+
+
+async def reindex_level(
+    catalog: Catalog,
+    tier: Tier,
+    level: Level,
+    *,
+    clock: Clock,
+    start: Checkpoint | None = None,
+    save: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    tell: Callable[[ReindexReport], None] = lambda report: None,
+) -> ReindexReport:
+    """Tell the catalog of every record of a tier, and take off what is not there. Services may go on meanwhile: what
+    they store and delete they tell themselves, and what was used since the start is not taken off.
+
+    Needs some 500 bytes of memory for each boundary. Positions and parents are learnt when the records are read.
+
+    Args:
+        catalog: Where to tell.
+        tier: What to walk over.
+        level: What the tier is to the catalog.
+        clock: For what was used since.
+        start: Where an earlier run was interrupted.
+        save: Called now and then with how far it came.
+        tell: Called now and then with the report so far.
+
+    Raises:
+        Unavailable: The tier or the catalog failed several times in a row: run it again, it goes on.
+    """
+    walk = _Walk(catalog, tier, level, start or Checkpoint(), ReindexReport())
+    started_s = clock.wall_ms() // 1000
+    async for entry in tier.scan():
+        if await walk.see(entry):
+            await walk.flush()
+            save(walk.checkpoint)
+            tell(walk.report)
+    await walk.flush()
+    for namespace in walk.known:
+        await walk.sweep(namespace, started_s)
+    tell(walk.report)
+    return walk.report
+
+
+async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadline) -> bool:
+    """Mark the catalog complete when nothing is stored at all, as at the first start. Returns whether it is complete.
+
+    Raises:
+        Unavailable: A tier or the catalog does not answer.
+    """
+    if await catalog.is_complete(deadline=deadline):
+        return True
+    for tier in tiers:
+        scan = cast(AsyncGenerator[Entry, None], tier.scan())
+        async with deadline.scope("looking whether anything is stored"), aclosing(scan) as entries:
+            async for _ in entries:
+                return False
+    await catalog.set_complete(True, deadline=deadline)
+    return True
+
+
+class _Walk:
+    """One run over one level."""
+
+    def __init__(self, catalog: Catalog, tier: Tier, level: Level, start: Checkpoint, report: ReindexReport) -> None:
+        self.checkpoint = start
+        self.report = report
+        self.known: dict[NamespaceId, bool] = {}
+        self._catalog = catalog
+        self._tier = tier
+        self._level = level
+        self._skip_to = start.after
+        self._seen: Seen = {}
+        self._batch: list[Addition] = []
+        self._last_name = ""
+        self._ordered = True
+
+    async def see(self, entry: Entry) -> bool:
+        """Take one record; true when enough were taken for a `flush`."""
+        key, report = entry.key, self.report
+        report.num_records += 1
+        report.num_bytes += entry.num_bytes
+        if not await self._register(key.namespace):
+            report.num_unknown += 1
+            return False
+        groups = self._seen.setdefault((key.namespace, key.prefix), {})
+        bits = groups.setdefault(key.group, [0, 0])
+        if bits[0] >> key.slice & 1:
+            return False  # listed twice
+        bits[0] |= 1 << key.slice
+        bits[1] += entry.num_bytes
+        name = format_name(key)
+        self._ordered = self._ordered and name > self._last_name
+        self._last_name = name
+        if self._ordered and name <= self._skip_to:
+            report.num_skipped += 1
+            return False
+        self._batch.append(Addition(key, self._level, entry.num_bytes, 0))
+        return len(self._batch) >= _BATCH
+
+    async def flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            await self._patiently(lambda deadline: self._catalog.add(batch, deadline=deadline))
+        if self._ordered and self._last_name:
+            self.checkpoint = Checkpoint(self._last_name)
+
+    async def sweep(self, namespace: NamespaceId, started_s: int) -> None:
+        """Take off what the catalog tells of a level and the walk did not see."""
+        if not self.known[namespace]:
+            return
+        removals: list[Removal] = []
+        async for entry in self._catalog.iterate(namespace):
+            if entry.last_use_s < started_s and self._level not in entry.leaving:
+                removals += _stale(entry, self._level, self._seen.get((namespace, entry.prefix), {}))
+            if len(removals) >= _BATCH:
+                await self._take_off(removals)
+                removals = []
+        await self._take_off(removals)
+
+    async def _take_off(self, removals: list[Removal]) -> None:
+        if removals:
+            await self._patiently(lambda deadline: self._catalog.remove(removals, deadline=deadline))
+            self.report.num_stale += len(removals)
+
+    async def _register(self, namespace: NamespaceId) -> bool:
+        """Whether the namespace's manifest could be read, and so the catalog knows its layout."""
+        if namespace not in self.known:
+            manifest = await self._patiently(lambda deadline: self._tier.get_manifest(namespace, deadline=deadline))
+            try:
+                described = parse_manifest(manifest, namespace) if manifest is not None else None
+                layout = described.layout() if described is not None else None
+            except (CorruptRecord, UnsupportedFormat, InvalidRequest):
+                described = layout = None
+            self.known[namespace] = layout is not None
+            self.report.namespaces.append(namespace.hex())
+            if described is None or layout is None:
+                self.report.unknown_namespaces.append(namespace.hex())
+            else:
+                tenant = described.tenant
+                await self._patiently(
+                    lambda deadline: self._catalog.register(namespace, layout, tenant, deadline=deadline)
+                )
+        return self.known[namespace]
+
+    @staticmethod
+    async def _patiently(call: Callable[[Deadline], Awaitable[T]]) -> T:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return await call(Deadline.after(_CALL_S))
+            except Unavailable:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(0.2 * 2**attempt)
+        raise AssertionError("not reached")
+
+
+def _stale(entry: BoundaryEntry, level: Level, seen: dict[int, list[int]]) -> list[Removal]:
+    """What an entry tells of a level and was not seen; together these take off all but the bytes that were seen."""
+    removals = []
+    for group, held in enumerate(entry.slices[level]):
+        bits, num_bytes = seen.get(group, (0, 0))
+        too_many = max(0, entry.group_bytes[level][group] - num_bytes)
+        gone = held & ~bits
+        for slice_ in range(gone.bit_length()):
+            if gone >> slice_ & 1:
+                key = RecordKey(entry.namespace, entry.prefix, group, slice_)
+                removals.append(Removal(key, level, too_many, LeaveReason.LOST))
+                too_many = 0
+    return removals

@@ -1,0 +1,271 @@
+"""Keeps a level within its budgets: one owner per namespace decides what leaves, and deletes it, ends first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
+from kvstore.catalog.entry import Level
+from kvstore.catalog.ownership import Ownership
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.manifest import parse_manifest
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.policy_choice import PolicyChoice
+from kvstore.store.retention_plan import Leaver, plan_leaving
+from kvstore.tiers.base import Tier
+from kvstore.tiers.gather import gather_all
+
+__all__ = ["Retention", "RetentionRules"]
+
+_CALL_S = 10.0
+_AT_ONCE = 32
+"""Boundaries that are deleted at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRules:
+    """What a level may hold.
+
+    Attributes:
+        budget_bytes: Of all records; `None`: no limit.
+        quotas: Bytes by tenant. A tenant takes at most that, and within it gives way after all who have none.
+        ttl_s: What was neither stored nor read for so long leaves; `None`: no limit.
+        start_share: Of the budget: eviction starts above, so that it is ahead of what comes while it works.
+        stop_share: Of the budget: and goes on down to this, since each start reads the whole catalog.
+        period_s: The totals are looked at so often.
+    """
+
+    budget_bytes: int | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    ttl_s: int | None = None
+    start_share: float = 0.97
+    stop_share: float = 0.92
+    period_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stop_share <= self.start_share <= 1:
+            raise InvalidRequest(
+                "eviction stops at a share of the budget that is not above the one where it starts, both up to 1",
+                start_share=self.start_share,
+                stop_share=self.stop_share,
+            )
+
+
+class Retention:
+    """Applies rules to one level, from the catalog's totals and entries.
+
+    A boundary leaves wholly, all groups and slices: the catalog hides it first, then its records are deleted, then the
+    totals change. Whoever dies in between leaves a mark, and the next round, here or elsewhere, finishes it. What was
+    used since the catalog was read stays, and so does all below it.
+
+    Args:
+        tier: Where to delete; a tier that does not itself tell the catalog.
+        level: What the tier is to the catalog.
+        catalog: What is held; stays the caller's.
+        ownership: Leases on namespaces among the services that share the tier.
+        rules: Budgets and times.
+        choice: Which policy ranks what is free to leave.
+        meters: Where to count: `retention_boundaries{tier,reason} retention_bytes{tier,reason}
+            retention_failures{tier}`.
+        clock: For time to live, pins and deadlines.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        level: Level,
+        catalog: Catalog,
+        ownership: Ownership,
+        rules: RetentionRules,
+        *,
+        choice: PolicyChoice,
+        meters: Meters,
+        clock: Clock,
+    ) -> None:
+        self._tier = tier
+        self._level = level
+        self._catalog = catalog
+        self._ownership = ownership
+        self._rules = rules
+        self._choice = choice
+        self._meters = meters
+        self._clock = clock
+        self._background = Background(f"retention of {tier.name}")
+        self._owned: set[NamespaceId] = set()
+        self._known: set[NamespaceId] = set()
+        self._swept_s = float("-inf")
+
+    def start(self) -> None:
+        """Work in the background from now on, until `aclose`."""
+        self._background.spawn(self._run(), "rounds")
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.round()
+            except (Unavailable, Closed, CorruptRecord):
+                self._meters.add("retention_failures", tier=self._tier.name)
+            await asyncio.sleep(self._rules.period_s)
+
+    async def round(self) -> int:
+        """Look once, and evict what is over; returns the bytes that left.
+
+        Raises:
+            Unavailable: The catalog did not answer. What was begun is finished by a later round.
+        """
+        totals = await self._catalog.totals(deadline=self._deadline())
+        tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}
+        held = {namespace: total.levels[self._level].num_bytes for namespace, total in totals.items()}
+        used = sum(held.values())
+        if self._rules.budget_bytes is not None:
+            boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
+            await self._choice.settle(self._rules.budget_bytes, used // max(1, boundaries))
+        if not self._is_due(used, held, tenants):
+            return 0
+        self._owned = {
+            namespace
+            for namespace in held
+            if held[namespace] and await self._know(namespace) and await self._hold(namespace)
+        }
+        entries = [entry for namespace in self._owned async for entry in self._catalog.iterate(namespace)]
+        left = 0
+        for entry in entries:
+            if self._level in entry.leaving:  # somebody, perhaps an earlier self, did not finish it
+                left += await self._delete(entry, LeaveReason.EVICTED)
+        entries = [entry for entry in entries if self._level not in entry.leaving]
+        # of what all owners together must free, the share of what is owned here
+        own = sum(held[namespace] for namespace in self._owned)
+        leavers = plan_leaving(
+            entries,
+            level=self._level,
+            tenants=tenants,
+            free_bytes=self._excess(used) * own // max(1, used) - left,
+            quotas=self._rules.quotas,
+            ttl_s=self._rules.ttl_s,
+            now_s=self._now_s(),
+            make_policy=self._choice.make_policy,
+        )
+        return left + await self._evict(leavers)
+
+    def _is_due(self, used: int, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> bool:
+        rules = self._rules
+        if rules.ttl_s is not None:
+            now_s = self._clock.monotonic_s()
+            if now_s - self._swept_s >= max(rules.period_s, rules.ttl_s / 20):
+                self._swept_s = now_s
+                return True
+        by_tenant = {
+            tenant: sum(held[namespace] for namespace in held if tenants[namespace] == tenant)
+            for tenant in rules.quotas
+        }
+        return any(by_tenant[tenant] > quota for tenant, quota in rules.quotas.items()) or (
+            rules.budget_bytes is not None and used > rules.budget_bytes * rules.start_share
+        )
+
+    def _excess(self, used: int) -> int:
+        rules = self._rules
+        if rules.budget_bytes is None or used <= rules.budget_bytes * rules.start_share:
+            return 0
+        return used - int(rules.budget_bytes * rules.stop_share)
+
+    async def _know(self, namespace: NamespaceId) -> bool:
+        """Whether this service's side of the catalog can read the namespace; what no engine has opened here is
+        described by its manifest. Without one, whoever has opened it sees to it.
+        """
+        if namespace in self._known:
+            return True
+        try:
+            await self._catalog.get(namespace, PrefixHash(bytes(PREFIX_BYTES)), deadline=self._deadline())
+        except InvalidRequest:  # not registered here yet
+            manifest = await self._tier.get_manifest(namespace, deadline=self._deadline())
+            if manifest is None:
+                return False
+            try:
+                description = parse_manifest(manifest, namespace)
+            except (CorruptRecord, UnsupportedFormat):
+                self._meters.add("retention_failures", tier=self._tier.name)
+                return False
+            await self._catalog.register(namespace, description.layout(), description.tenant, deadline=self._deadline())
+        self._known.add(namespace)
+        return True
+
+    async def _hold(self, namespace: NamespaceId) -> bool:
+        return await self._ownership.hold(self._lease_name(namespace), deadline=self._deadline())
+
+    def _lease_name(self, namespace: NamespaceId) -> str:
+        return f"retention/{self._level.name.lower()}/{namespace.hex()}"
+
+    async def _evict(self, leavers: Sequence[Leaver]) -> int:
+        """Delete in waves: a boundary's turn comes when all that hung on it has left, and never when some has not."""
+        waves: list[list[int]] = []
+        wave_of: dict[int, int] = {}
+        for index, leaver in enumerate(leavers):  # ends come first, so this one's wave is final
+            wave = wave_of.get(index, 0)
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append(index)
+            if leaver.parent is not None:
+                wave_of[leaver.parent] = max(wave_of.get(leaver.parent, 0), wave + 1)
+        left = 0
+        stay: set[int] = set()
+        for wave_indexes in waves:
+            going = [index for index in wave_indexes if index not in stay]
+            for start in range(0, len(going), _AT_ONCE):
+                part = going[start : start + _AT_ONCE]
+                freed = await gather_all(self._leave(leavers[index]) for index in part)
+                left += sum(num_bytes or 0 for num_bytes in freed)
+                stay.update(index for index, num_bytes in zip(part, freed, strict=True) if num_bytes is None)
+            stay.update(
+                parent for index in wave_indexes if index in stay and (parent := leavers[index].parent) is not None
+            )
+        return left
+
+    async def _leave(self, leaver: Leaver) -> int | None:
+        """Make one boundary leave; `None`: it stays, since it was used, pinned, or could not be deleted."""
+        entry = leaver.entry
+        hidden = await self._catalog.start_leaving(
+            entry.namespace,
+            entry.prefix,
+            self._level,
+            deadline=self._deadline(),
+            unless_used_since_s=entry.last_use_s,
+        )
+        if hidden is None:
+            return None
+        return await self._delete(hidden, leaver.reason) or None
+
+    async def _delete(self, entry: BoundaryEntry, reason: LeaveReason) -> int:
+        """Delete the records of a hidden boundary; 0: the tier refused, a later round tries again."""
+        try:
+            await gather_all(self._tier.delete(key, deadline=self._deadline()) for key in entry.keys(self._level))
+        except Unavailable:
+            self._meters.add("retention_failures", tier=self._tier.name)
+            return 0
+        num_bytes = await self._catalog.finish_leaving(
+            entry.namespace, entry.prefix, self._level, reason, deadline=self._deadline()
+        )
+        self._meters.add("retention_boundaries", tier=self._tier.name, reason=reason.name.lower())
+        self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=reason.name.lower())
+        return num_bytes
+
+    async def aclose(self) -> None:
+        """Stop, and give the leases back. Idempotent."""
+        await self._background.aclose()
+        owned, self._owned = self._owned, set()
+        for namespace in owned:
+            try:
+                await self._ownership.release(self._lease_name(namespace), deadline=self._deadline())
+            except (Unavailable, Closed):
+                return  # they end by themselves
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)
+
+    def _now_s(self) -> int:
+        return self._clock.wall_ms() // 1000

@@ -1,0 +1,228 @@
+"""Saves: verify, keep in memory, queue for the slower tiers, and wait for the one that the caller names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvstore.api import Ack, Retention, SaveOutcome
+from kvstore.catalog.pending_base import PendingLog
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest
+from kvstore.format.record import Record
+from kvstore.model.keys import RecordKey
+from kvstore.model.layout import Layout
+from kvstore.runtime.background import Background
+from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.absent import AbsentKeys
+from kvstore.store.admission import check_header
+from kvstore.store.finisher import Finisher
+from kvstore.store.journeys import Journeys, Noted
+from kvstore.store.limits import StoreLimits
+from kvstore.store.recorder import Recorder
+from kvstore.store.write_back import WriteBack
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.verify import open_off_loop
+
+__all__ = ["Saver"]
+
+_GIVE_BACK_S = 2.0
+
+
+class Saver:
+    """Takes records in and sees them to the tiers.
+
+    Args:
+        memory: Where each goes first.
+        hot: The shared tier, if there is one.
+        cold: Where records are to end up, if there is such a tier.
+        pending: What is under way, for whoever finishes it after a crash; of use with a cold tier only.
+        recorder: The way to the catalog, if there is one.
+        check_open: Raises `Closed` when the store is closed.
+        absent: Told of what is there again.
+        background: Owns the queues' tasks; ended by the caller, before `aclose`.
+        meters: Where to count.
+        limits: Bounds and times.
+        clock: For leases and deadlines.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        hot: Tier | None,
+        cold: Tier | None,
+        *,
+        pending: PendingLog | None,
+        recorder: Recorder | None,
+        check_open: Callable[[], None],
+        absent: AbsentKeys,
+        background: Background,
+        meters: Meters,
+        limits: StoreLimits,
+        clock: Clock,
+    ) -> None:
+        self._memory = memory
+        self._hot = hot
+        self._cold = cold
+        self._check_open = check_open
+        self._absent = absent
+        self._background = background
+        self._meters = meters
+        self._limits = limits
+        self._clock = clock
+        self._in_flight = ByteBudget(limits.save_bytes_in_flight)
+        log = pending if cold is not None else None
+        self._journeys = Journeys(log, hot, background=background, meters=meters, limits=limits, clock=clock)
+        self._queues = [(tier, self._queue(tier)) for tier in (hot, cold) if tier is not None]
+        if log is not None and cold is not None:
+            finisher = Finisher(
+                log,
+                hot,
+                cold,
+                recorder=recorder,
+                journeys=self._journeys,
+                background=background,
+                meters=meters,
+                limits=limits,
+                clock=clock,
+            )
+            finisher.start()
+
+    def _queue(self, tier: Tier) -> WriteBack:
+        return WriteBack(
+            tier,
+            self._journeys,
+            is_hot=tier is self._hot,
+            background=self._background,
+            meters=self._meters,
+            limits=self._limits,
+            clock=self._clock,
+        )
+
+    async def save(
+        self, record: Record, layout: Layout, *, ack: Ack, retention: Retention, deadline: Deadline
+    ) -> SaveOutcome:
+        """As `PageStore.save`; counted."""
+        outcome = await self._save(record, layout, ack, retention, deadline)
+        self._meters.add("saves", outcome=outcome.value)
+        return outcome
+
+    async def _save(
+        self, record: Record, layout: Layout, ack: Ack, retention: Retention, deadline: Deadline
+    ) -> SaveOutcome:
+        awaited = self._tier_of(ack)
+        check_header(record.header, layout)
+        if awaited is None and record.key in self._memory:
+            return SaveOutcome.EXISTS
+        if record.num_bytes > self._in_flight.limit_bytes:
+            return SaveOutcome.FULL
+        if awaited is not None and awaited is self._hot and self._journeys.is_over_limit:
+            return SaveOutcome.BUSY
+        grant = self._in_flight.try_take(record.num_bytes)
+        if grant is None:
+            return SaveOutcome.BUSY
+        try:
+            async with deadline.scope("verifying a record"):
+                await _verify(record)
+            self._check_open()
+            outcome = self.keep(record, awaited, retention)
+            if awaited is not None and outcome is not SaveOutcome.FULL:
+                outcome = await self._write_through(record, awaited, retention, deadline)
+        finally:
+            self._in_flight.give_back(grant)
+        return outcome
+
+    def keep(self, record: Record, awaited: Tier | None = None, retention: Retention = Retention.NORMAL) -> SaveOutcome:
+        """Put a verified record into memory and queue it for the tiers that nobody waits for. Never suspends.
+
+        Raises:
+            Closed: The store is closed.
+        """
+        outcome = self._memory.insert(record)
+        if outcome is PutOutcome.STORED:
+            self._absent.remove(record.key)
+            for tier, queue in self._queues:
+                if tier is not awaited and retention is not Retention.SHORT:
+                    queue.offer(record)
+        return _OUTCOMES[outcome]
+
+    async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
+        """Write to the tier that the caller waits for, its pending entry first."""
+        key, is_hot = record.key, tier is self._hot
+        self._journeys.begin(record, is_short=retention is Retention.SHORT)
+        is_there = may_be_there = False
+        try:
+            noted = await self._journeys.note(key, deadline, is_hot=is_hot)
+            if noted is not Noted.YES:
+                return SaveOutcome.BUSY if noted is Noted.BUSY else SaveOutcome.FULL
+            may_be_there = True
+            outcome = await tier.put(record, deadline=deadline)
+            is_there = may_be_there = outcome is not PutOutcome.FULL
+            if is_hot and is_there:
+                await self._journeys.confirm(key, deadline)
+            return _OUTCOMES[outcome]
+        finally:
+            self._journeys.end(key, in_hot=is_hot and may_be_there, in_cold=not is_hot and is_there)
+
+    def _tier_of(self, ack: Ack) -> Tier | None:
+        """The slower tier that a save waits for."""
+        if ack is Ack.MEMORY:
+            return None
+        tier = self._hot if ack is Ack.HOT else self._cold
+        if tier is None:
+            raise InvalidRequest(f"ack {ack.value} needs a {ack.value} tier, and this store has none", ack=ack.value)
+        return tier
+
+    def promote_to_hot(self, record: Record) -> None:
+        """Copy what was read from the cold tier to the hot one, in the background."""
+        for tier, queue in self._queues:
+            if tier is self._hot:
+                queue.offer(record, in_cold=True)
+
+    def forget(self, key: RecordKey) -> None:
+        """Write `key` no more: it is bad."""
+        for _, queue in self._queues:
+            queue.forget(key)
+
+    def describe(self) -> dict[str, dict[str, object]]:
+        """What waits, by tier."""
+        return {
+            tier.name: {"records": len(queue), "bytes": queue.used_bytes, "failing": queue.failing}
+            for tier, queue in self._queues
+        }
+
+    async def drain(self, deadline: Deadline) -> int:
+        """Wait until nothing is under way to the slower tiers, or until the deadline; returns how many records are."""
+        left = 0
+        for _, queue in self._queues:
+            left += await queue.drain(deadline)
+        await self._journeys.drain(deadline)
+        return left
+
+    async def aclose(self) -> None:
+        """Give unfinished pending entries back. The background tasks have ended."""
+        with suppress(Closed):
+            await self._journeys.aclose(Deadline.after(_GIVE_BACK_S, self._clock))
+
+
+_OUTCOMES = {
+    PutOutcome.STORED: SaveOutcome.STORED,
+    PutOutcome.EXISTS: SaveOutcome.EXISTS,
+    PutOutcome.FULL: SaveOutcome.FULL,
+}
+
+
+async def _verify(record: Record) -> None:
+    """Check all of a record's bytes against its seal, and that the header at hand is the one in the bytes.
+
+    Raises:
+        CorruptRecord: They do not match.
+    """
+    opened = await open_off_loop(record.data, record.key)
+    if isinstance(opened, str):
+        raise CorruptRecord("a saved record does not match its seal", key=record.key, reason=opened)
+    if opened.header != record.header:
+        raise CorruptRecord("the header differs from the bytes it stands for", key=record.key)

@@ -1,0 +1,267 @@
+"""What every catalog must do: subclass `CatalogContract` and give it a `catalog` and a second one, `other`, that shares
+what the first one stores (the same object, where a catalog has one owner).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, LevelTotals, Removal, Use
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, InvalidRequest
+from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.model.kinds import FullAttention, Recurrent
+from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.prompts import Prompt, describe
+
+__all__ = ["CatalogContract"]
+
+_LAYOUT = Layout(64, (GroupLayout(FullAttention(), 8), GroupLayout(FullAttention(), 3), GroupLayout(Recurrent(), 11)))
+_PROMPT = Prompt(_LAYOUT, "a", 64 * 1024, step_tokens=64, model="catalog")
+_NAMESPACE = _PROMPT.namespace
+
+
+def _soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+def _added(
+    tokens: int, group: int = 0, slice_: int = 0, *, level: Level = Level.HOT, num_bytes: int = 1000
+) -> Addition:
+    parent = _PROMPT.boundary(tokens - 64).prefix if tokens > 64 else None
+    return Addition(_PROMPT.key(tokens, group, slice_), level, num_bytes, tokens, parent)
+
+
+def _whole(tokens: int, level: Level = Level.HOT, num_bytes: int = 1000) -> list[Addition]:
+    return [
+        _added(tokens, index, slice_, level=level, num_bytes=num_bytes + index)
+        for index, group in enumerate(_LAYOUT.groups)
+        for slice_ in range(group.num_slices)
+    ]
+
+
+def _prefix(tokens: int) -> PrefixHash:
+    return _PROMPT.boundary(tokens).prefix
+
+
+class CatalogContract:
+    """Behaviour of `Catalog`."""
+
+    async def test_what_was_added_is_found(self, catalog: Catalog) -> None:
+        """An entry has the slices, the bytes per group, the position and the parent that were told."""
+        await _open(catalog)
+        assert await catalog.add(_whole(128), deadline=_soon()) == [True] * 22
+        entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=_soon())
+        assert entry is not None
+        assert (entry.tokens, entry.parent, entry.hits) == (128, _prefix(64), 0)
+        assert entry.slices == ((0xFF, 0x7, 0x7FF), (0, 0, 0))
+        assert entry.group_bytes[Level.HOT] == (8000, 3003, 11 * 1002)
+        assert entry.num_records(Level.HOT) == 22 and entry.num_records(Level.COLD) == 0
+        assert sorted(entry.keys(Level.HOT)) == sorted(one.key for one in _whole(128))
+        assert await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon()) is None
+
+    async def test_a_lookup_is_in_order_and_of_any_length(self, catalog: Catalog) -> None:
+        """Rows come as asked for, absent ones are empty, and one group's mean size is exact."""
+        await _open(catalog)
+        await catalog.add([_added(64, 0, 3), _added(64, 2, 10, num_bytes=50), _added(64 * 900, 1, 2)], deadline=_soon())
+        tokens = list(range(64, 64 * 1025, 64))
+        table = await catalog.lookup(_NAMESPACE, [_prefix(at) for at in tokens], deadline=_soon())
+        assert [at for at, there in zip(tokens, table.present(), strict=True) if there] == [64, 64 * 900]
+        assert table.rows(Level.HOT)[0].tolist() == [8, 0, 0, 4]
+        assert table.rows(Level.HOT)[899].tolist() == [0, 4, 0, 0]
+        assert not table.rows(Level.COLD).any()
+        assert [table.mean_bytes(Level.HOT, group) for group in range(3)] == [1000, 1000, 50]
+
+    async def test_what_is_told_twice_counts_once(self, catalog: Catalog, other: Catalog) -> None:
+        """Two services that tell of the same record, at once and again, count it once; the first size stays."""
+        await _open(catalog, other)
+        calls = [one.add([_added(64, num_bytes=size)], deadline=_soon()) for one, size in ((catalog, 7), (other, 7))]
+        await asyncio.gather(*calls)
+        await catalog.add([_added(64, num_bytes=9), _added(64, num_bytes=9)], deadline=_soon())
+        assert await _levels(catalog) == (1, LevelTotals(1, 1, 7), LevelTotals())
+
+    async def test_levels_are_apart(self, catalog: Catalog) -> None:
+        """One entry tells of both levels, and each may end by itself."""
+        await _open(catalog)
+        await catalog.add([*_whole(64), *_whole(64, Level.COLD, 2000)], deadline=_soon())
+        hot, cold = LevelTotals(1, 22, 22_025), LevelTotals(1, 22, 44_025)
+        assert await _levels(catalog) == (1, hot, cold)
+        await catalog.remove(
+            [Removal(one.key, Level.HOT, one.num_bytes, LeaveReason.LOST) for one in _whole(64)], deadline=_soon()
+        )
+        assert await _levels(catalog) == (1, LevelTotals(), cold)
+        assert await catalog.start_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon()) is None
+
+    async def test_a_removal_of_unknown_size_leaves_no_rest(self, catalog: Catalog) -> None:
+        """Sizes that nobody knows are shares, the last record takes what is left, and the entry goes with it."""
+        await _open(catalog)
+        await catalog.add([_added(64, 1, s, num_bytes=n) for s, n in ((0, 10), (1, 11), (2, 13))], deadline=_soon())
+        for slice_, left in ((0, 23), (2, 12), (1, 0), (1, 0)):
+            removal = Removal(_PROMPT.key(64, 1, slice_), Level.HOT, None, LeaveReason.CORRUPT)
+            await catalog.remove([removal], deadline=_soon())
+            assert (await _levels(catalog))[1].num_bytes == left
+        assert await _levels(catalog) == (0, LevelTotals(), LevelTotals())
+        assert await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon()) is None
+
+    async def test_a_boundary_leaves_in_two_steps(self, catalog: Catalog, other: Catalog) -> None:
+        """While it leaves, lookups see nothing there, additions are refused, another service may finish; then all of it
+        is off the totals, and its tombstone tells why.
+        """
+        await _open(catalog, other)
+        await catalog.add([*_whole(64, Level.COLD), *_whole(128, Level.COLD)], deadline=_soon())
+        entry = await catalog.start_leaving(_NAMESPACE, _prefix(64), Level.COLD, deadline=_soon())
+        assert entry is not None and len(entry.keys(Level.COLD)) == 22 and entry.leaving == {Level.COLD}
+        table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=_soon())
+        assert not table.rows(Level.COLD).any()
+        told = [_added(64, level=Level.COLD), _added(64, level=Level.HOT)]
+        assert await other.add(told, deadline=_soon()) == [False, True]
+        again = await other.start_leaving(_NAMESPACE, _prefix(64), Level.COLD, deadline=_soon(), unless_used_since_s=0)
+        assert again is not None and again.keys(Level.COLD) == entry.keys(Level.COLD)
+        finish = (_NAMESPACE, _prefix(64), Level.COLD, LeaveReason.QUOTA)
+        assert await other.finish_leaving(*finish, deadline=_soon()) == 22_025
+        assert await catalog.finish_leaving(*finish, deadline=_soon()) == 0
+        assert await _levels(catalog) == (2, LevelTotals(1, 1, 1000), LevelTotals(1, 22, 22_025))
+        (tombstone,) = await catalog.tombstones(limit=10, deadline=_soon())
+        assert (tombstone.prefix, tombstone.reason, tombstone.num_bytes) == (_prefix(64), LeaveReason.QUOTA, 22_025)
+        assert (tombstone.group, tombstone.slice, tombstone.level) == (None, None, Level.COLD)
+
+    async def test_who_stops_leaving_is_seen_again(self, catalog: Catalog) -> None:
+        """Nothing was deleted after all."""
+        await _open(catalog)
+        await catalog.add([_added(64)], deadline=_soon())
+        await catalog.start_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon())
+        await catalog.stop_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon())
+        table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=_soon())
+        assert table.rows(Level.HOT).any()
+        assert await catalog.add([_added(64, 0, 1)], deadline=_soon()) == [True]
+
+    async def test_pins_and_use_protect(self, catalog: Catalog) -> None:
+        """A pinned boundary leaves only by force, and one that was used since only when that does not matter."""
+        await _open(catalog)
+        await catalog.add([_added(64)], deadline=_soon())
+        leave = (_NAMESPACE, _prefix(64), Level.HOT)
+        assert await catalog.start_leaving(*leave, deadline=_soon(), unless_used_since_s=1) is None
+        assert await catalog.pin(_NAMESPACE, [_prefix(64), _prefix(128)], 4_000_000_000, deadline=_soon()) == 1
+        assert await catalog.start_leaving(*leave, deadline=_soon()) is None
+        entry = await catalog.start_leaving(*leave, deadline=_soon(), even_if_pinned=True)
+        assert entry is not None and entry.pinned_until_s == 4_000_000_000
+        await catalog.stop_leaving(*leave, deadline=_soon())
+        await catalog.pin(_NAMESPACE, [_prefix(64)], 0, deadline=_soon())
+        assert await catalog.start_leaving(*leave, deadline=_soon()) is not None
+
+    async def test_use_counts_and_fills_in(self, catalog: Catalog) -> None:
+        """Hits add up; position and parent, unknown after a reindex, are learnt; absent boundaries are ignored."""
+        await _open(catalog)
+        await catalog.add([Addition(_PROMPT.key(128), Level.COLD, 10, 0)], deadline=_soon())
+        uses = [Use(_prefix(128), 2, 128, _prefix(64)), Use(_prefix(640), 1, 640, None)]
+        await catalog.use(_NAMESPACE, uses, deadline=_soon())
+        await catalog.use(_NAMESPACE, [Use(_prefix(128), 3, 999, _prefix(640))], deadline=_soon())
+        entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=_soon())
+        assert entry is not None and (entry.hits, entry.tokens, entry.parent) == (5, 128, _prefix(64))
+        assert entry.last_use_s >= entry.first_use_s > 1_700_000_000
+        assert await _levels(catalog) == (1, LevelTotals(), LevelTotals(1, 1, 10))
+
+    async def test_totals_are_exact_with_several_writers(self, catalog: Catalog, other: Catalog) -> None:
+        """Two services add and remove at random, at once: the totals equal what a walk over all entries counts."""
+        await _open(catalog, other)
+        numbers = random.Random(4)
+
+        def change(one: Catalog) -> asyncio.Future[object]:
+            tokens = 64 * numbers.randrange(1, 40)
+            group = numbers.randrange(3)
+            slice_, level = numbers.randrange(_LAYOUT.groups[group].num_slices), numbers.choice(list(Level))
+            key = _PROMPT.key(tokens, group, slice_)
+            size = 100 + group + slice_
+            if numbers.random() < 0.6:
+                return asyncio.ensure_future(
+                    one.add([_added(tokens, group, slice_, level=level, num_bytes=size)], deadline=_soon())
+                )
+            removal = Removal(key, level, size, LeaveReason.EVICTED)
+            return asyncio.ensure_future(one.remove([removal], deadline=_soon()))
+
+        for _ in range(30):
+            await asyncio.gather(*(change(numbers.choice([catalog, other])) for _ in range(40)))
+        counted: Counter[tuple[Level, str]] = Counter()
+        num_entries = 0
+        async for entry in catalog.iterate(_NAMESPACE):
+            num_entries += 1
+            for level in Level:
+                keys = entry.keys(level)
+                assert entry.num_bytes(level) == sum(100 + key.group + key.slice for key in keys)
+                counted[level, "boundaries"] += bool(keys)
+                counted[level, "records"] += len(keys)
+                counted[level, "bytes"] += entry.num_bytes(level)
+        assert num_entries > 30
+        levels = [
+            LevelTotals(*(counted[level, what] for what in ("boundaries", "records", "bytes"))) for level in Level
+        ]
+        assert await _levels(other) == (num_entries, *levels)
+
+    async def test_iteration_sees_every_entry_once(self, catalog: Catalog) -> None:
+        """More entries than one batch, and none of another namespace."""
+        await _open(catalog)
+        second = describe(_LAYOUT, "another", tenant="t")
+        await catalog.register(second.id, _LAYOUT, "t", deadline=_soon())
+        await catalog.add([_added(64 * i) for i in range(1, 1500)], deadline=_soon())
+        foreign = RecordKey(second.id, _prefix(64), 0, 0)
+        await catalog.add([Addition(foreign, Level.COLD, 5, 64)], deadline=_soon())
+        seen = [entry.prefix async for entry in catalog.iterate(_NAMESPACE)]
+        assert sorted(set(seen)) == sorted(_prefix(64 * i) for i in range(1, 1500))
+        assert [entry.prefix async for entry in catalog.iterate(second.id)] == [_prefix(64)]
+        totals = await catalog.totals(deadline=_soon())
+        assert (totals[second.id].tenant, totals[second.id].levels[Level.COLD].num_bytes) == ("t", 5)
+        assert totals[_NAMESPACE].tenant == ""
+
+    async def test_tombstones_are_the_last_ones(self, catalog: Catalog) -> None:
+        """Single records are told with group and slice, the latest first."""
+        await _open(catalog)
+        await catalog.add(_whole(64), deadline=_soon())
+        for slice_ in range(3):
+            removal = Removal(_PROMPT.key(64, 0, slice_), Level.HOT, 1000, LeaveReason.CORRUPT)
+            await catalog.remove([removal], deadline=_soon())
+        told = await catalog.tombstones(limit=2, deadline=_soon())
+        assert [(one.group, one.slice, one.num_bytes, one.reason) for one in told] == [
+            (0, 2, 1000, LeaveReason.CORRUPT),
+            (0, 1, 1000, LeaveReason.CORRUPT),
+        ]
+
+    async def test_completeness_and_clearing(self, catalog: Catalog, other: Catalog) -> None:
+        """A new catalog does not claim to know everything; a cleared one neither, and it holds nothing."""
+        await _open(catalog, other)
+        assert not await catalog.is_complete(deadline=_soon())
+        await catalog.set_complete(True, deadline=_soon())
+        assert await other.is_complete(deadline=_soon())
+        await catalog.add([*_whole(64), *_whole(128, Level.COLD)], deadline=_soon())
+        await other.clear(deadline=_soon())
+        assert not await catalog.is_complete(deadline=_soon())
+        assert await _levels(catalog) == (0, LevelTotals(), LevelTotals())
+        assert [entry async for entry in catalog.iterate(_NAMESPACE)] == []
+        await catalog.add([_added(64)], deadline=_soon())
+        assert await _levels(catalog) == (1, LevelTotals(1, 1, 1000), LevelTotals())
+
+    async def test_bad_calls_are_refused_by_name(self, catalog: Catalog) -> None:
+        """A namespace that was not registered, a slice that the layout lacks, a call after the end."""
+        with pytest.raises(InvalidRequest, match="register"):
+            await catalog.add([_added(64)], deadline=_soon())
+        await _open(catalog)
+        with pytest.raises(InvalidRequest, match="no such slice"):
+            await catalog.add([_added(64, 1, 3)], deadline=_soon())
+        await catalog.aclose()
+        await catalog.aclose()
+        with pytest.raises(Closed):
+            await catalog.totals(deadline=_soon())
+
+
+async def _open(*catalogs: Catalog) -> None:
+    for catalog in catalogs:
+        await catalog.register(_NAMESPACE, _LAYOUT, "", deadline=_soon())
+
+
+async def _levels(catalog: Catalog) -> tuple[int, LevelTotals, LevelTotals]:
+    totals = (await catalog.totals(deadline=_soon()))[_NAMESPACE]
+    return (totals.num_boundaries, totals.levels[Level.HOT], totals.levels[Level.COLD])

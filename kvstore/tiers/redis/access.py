@@ -1,0 +1,162 @@
+"""How to connect and log in to the servers of one location."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.locations_redis import HostPort, RedisLocation
+from kvstore.tiers.redis.connection import Connection
+from kvstore.tiers.redis.replies import check_replies
+from kvstore.tiers.redis.resp import Argument, Reply
+
+__all__ = ["Access"]
+
+
+class Access:
+    """Makes connections that are logged in.
+
+    Args:
+        username: `None` for the default user.
+        password: `None`: do not log in.
+        database: To select.
+        tls: How to speak TLS, or `None` for not.
+        primary_only: Refuse a server that is not, or no longer, a primary.
+
+    Raises:
+        InvalidRequest: A certificate or key cannot be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        username: str | None,
+        password: str | None,
+        database: int = 0,
+        tls: ssl.SSLContext | None = None,
+        primary_only: bool = False,
+    ) -> None:
+        self._tls = tls
+        self._primary_only = primary_only
+        self._greeting: list[Sequence[Argument]] = []
+        if password is not None:
+            self._greeting.append(("AUTH", *((username,) if username is not None else ()), password))
+        if database:
+            self._greeting.append(("SELECT", database))
+        self._greeting.append(("ROLE",) if primary_only else ("PING",))
+
+    @classmethod
+    def to_servers(cls, location: RedisLocation) -> Access:
+        """Of the servers that hold records."""
+        return cls(
+            username=location.username,
+            password=location.password,
+            database=location.database,
+            tls=_tls_context(location),
+            primary_only=location.mode == "sentinel",
+        )
+
+    @classmethod
+    def to_sentinels(cls, location: RedisLocation) -> Access:
+        """Of the sentinels that know them."""
+        login = (location.username, location.password) if location.sentinel_login else (None, None)
+        return cls(username=login[0], password=login[1], tls=_tls_context(location))
+
+    async def connect(self, address: HostPort, deadline: Deadline) -> Connection:
+        """A connection that commands can be sent on.
+
+        Raises:
+            Unavailable: No server there, or it refuses us; the text names the next step and no secret.
+        """
+        transport, connection = await self._open(address, deadline)
+        try:
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            replies = await self._greet(connection, deadline)
+            check_replies(replies)
+            role = replies[-1]
+            if self._primary_only and not (isinstance(role, list) and role and role[0] == b"master"):
+                raise Unavailable("the server is not a primary any more, or not yet", address=str(address))
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+    async def _greet(self, connection: Connection, deadline: Deadline) -> list[Reply]:
+        try:
+            return await connection.run(self._greeting, deadline=deadline)
+        except Unavailable as error:
+            if deadline.expired or connection.alive:
+                raise
+            # a server that wants TLS drops whoever speaks none; one that wants a certificate too, but with TLS 1.3 only
+            # after the handshake
+            next_step = (
+                "if it speaks TLS, use rediss://"
+                if self._tls is None
+                else "if it asks clients for a certificate, name ours with ?cert_file=/path and ?key_file=/path"
+            )
+            raise Unavailable(f"Redis dropped the connection at login: {next_step}", **error.details) from error
+
+    async def _open(self, address: HostPort, deadline: Deadline) -> tuple[asyncio.BaseTransport, Connection]:
+        try:
+            async with asyncio.timeout(deadline.remaining_s):
+                return await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(str(address)), address.host, address.port, ssl=self._tls
+                )
+        except TimeoutError as error:
+            next_step = "check that it is not frozen and that no firewall drops us"
+            if self._tls is not None:
+                next_step += "; if it speaks no TLS, use redis://"
+            raise Unavailable(
+                f"Redis does not answer a connection attempt: {next_step}", address=str(address)
+            ) from error
+        except ssl.SSLError as error:
+            raise Unavailable(_tls_advice(error), address=str(address), error=error) from error
+        except OSError as error:
+            next_step = "check that a server runs there and that the url names it"
+            if self._tls is not None and isinstance(error, ConnectionError):
+                next_step += "; one that speaks no TLS is redis://, not rediss://"
+            raise Unavailable(
+                f"cannot connect to Redis: {next_step}", address=str(address), error=error.strerror or error
+            ) from error
+
+
+def _tls_context(location: RedisLocation) -> ssl.SSLContext | None:
+    if not location.tls:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=location.ca_file)
+        if location.cert_file is not None:
+            context.load_cert_chain(location.cert_file, location.key_file)
+    except (OSError, ssl.SSLError) as error:
+        given = [path for path in (location.ca_file, location.cert_file, location.key_file) if path is not None]
+        unreadable = [str(path) for path in given if not _readable(path)]
+        raise InvalidRequest(
+            "a certificate or key in the url of Redis cannot be used: check that it exists, is PEM and may be read",
+            files=",".join(unreadable or map(str, given)),
+            error=error,
+        ) from error
+    return context
+
+
+def _readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
+def _tls_advice(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            "the certificate of Redis is not trusted: name its authority with ?ca_file=/path, and the server as its "
+            "certificate does"
+        )
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "Redis speaks no TLS there: use redis://, or the port that speaks it"
+    return "Redis refused TLS: check its certificate settings, and ?cert_file=/path if it asks for ours"

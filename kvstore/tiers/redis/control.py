@@ -1,0 +1,111 @@
+"""A general client of a Redis, for scripts and small commands of others: the catalog, the pending queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, cast
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import RedisError
+
+from kvstore.runtime.background import Background
+from kvstore.tiers.locations import RedisLocation
+
+__all__ = ["ControlClient", "open_control"]
+
+ControlClient = Redis | RedisCluster
+"""Speaks to the primary, or to all nodes of a cluster; answers are `bytes`. Its errors are redis-py's
+(`redis.exceptions.RedisError`): whoever uses it translates them."""
+
+_WATCH_S = 0.5
+_SENTINEL_S = 0.5
+
+
+@asynccontextmanager
+async def open_control(
+    location: RedisLocation, *, timeout_s: float = 2.0, connections_max: int = 32
+) -> AsyncIterator[ControlClient]:
+    """A client of the Redis at `location`, whatever its mode, closed at the end of the block.
+
+    Nothing is connected before the first command, and a lost connection, a failover or a moved slot is followed by
+    itself. In a cluster all keys of one script or transaction must share a hash tag.
+
+    Args:
+        location: Where, and how to log in.
+        timeout_s: Of a connection attempt. Commands have no limit of their own: run each within its deadline's scope.
+        connections_max: Of the pool (per node in a cluster); one command more fails with `ConnectionError`.
+    """
+    options = _options(location, timeout_s)
+    async with AsyncExitStack() as stack:
+        if location.mode == "cluster":
+            nodes = [ClusterNode(host, port) for host, port in location.addresses]
+            cluster = RedisCluster(startup_nodes=nodes, max_connections=connections_max, retry=_retry(3), **options)
+            stack.push_async_callback(_close, cluster)
+            yield cluster
+            return
+        options |= {"db": location.database, "retry": _retry(1), "max_connections": connections_max}
+        if location.mode == "sentinel":
+            assert location.service is not None
+            login = {} if location.sentinel_login else {"username": None, "password": None}
+            asking = _options(location, timeout_s) | login | {"socket_timeout": _SENTINEL_S}
+            addresses = [tuple(address) for address in location.addresses]
+            sentinel = Sentinel(addresses, sentinel_kwargs=asking, **options)  # type: ignore[no-untyped-call]
+            for one in sentinel.sentinels:
+                stack.push_async_callback(one.aclose)
+            client = sentinel.master_for(location.service)
+            watch = Background("control client behind sentinels")
+            stack.push_async_callback(watch.aclose)
+            watch.spawn(_follow(client), "follow")
+        else:
+            ((host, port),) = location.addresses
+            client = Redis(host=host, port=port, **options)
+        stack.push_async_callback(client.aclose)
+        yield client
+
+
+async def _close(cluster: RedisCluster) -> None:
+    await cluster.aclose()
+    # it closes nothing while a first command, cancelled by now, was still finding out who its nodes are
+    await cluster.nodes_manager.aclose()
+    await cluster.nodes_manager.aclose("startup_nodes")
+
+
+async def _follow(client: Redis) -> None:
+    """Leave an old primary when sentinels name another: it takes writes for some ten seconds more, and loses them."""
+    pool = cast(SentinelConnectionPool, client.connection_pool)
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        with suppress(RedisError, OSError, TimeoutError):
+            # drops idle connections when the answer is new
+            await pool.get_master_address()  # type: ignore[no-untyped-call]
+
+
+def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "username": location.username,
+        "password": location.password,
+        # With a limit, redis-py sends by `asyncio.wait_for`, which before Python 3.12 may swallow its caller's
+        # cancellation: then a service does not stop.
+        "socket_timeout": None,
+        "socket_connect_timeout": timeout_s,
+        "protocol": 2,
+    }
+    if location.tls:
+        files = {
+            "ssl_ca_certs": location.ca_file,
+            "ssl_certfile": location.cert_file,
+            "ssl_keyfile": location.key_file or location.cert_file,
+        }
+        options |= {"ssl": True} | {name: str(path) for name, path in files.items() if path is not None}
+    return options
+
+
+def _retry(attempts: int) -> Retry:
+    """Again over a fresh connection: the pool's may be a dead server's. In a cluster after reading its map anew."""
+    return Retry(ExponentialBackoff(cap=0.2, base=0.01), attempts)

@@ -1,0 +1,92 @@
+"""A node of a cluster behind a breaker of its own, so that one that is dead or frozen costs one call its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvstore.errors import Closed, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.locations_redis import HostPort
+from kvstore.tiers.redis.access import Access
+from kvstore.tiers.redis.connection import Sink
+from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.resp import Command, Reply
+from kvstore.tiers.wrap.breaker import Breaker
+
+__all__ = ["Member"]
+
+_PROBE_S = 1.0
+
+
+class Member:
+    """One node of a cluster.
+
+    Args:
+        access: How to log in.
+        address: Where it is.
+        num_data_connections: Connections that pages travel on.
+        on_trouble: Called when a call to it failed.
+    """
+
+    def __init__(
+        self, access: Access, address: HostPort, num_data_connections: int, on_trouble: Callable[[], None]
+    ) -> None:
+        self.address = address
+        self.node = Node(access, at(address), str(address), num_data_connections)
+        self._breaker = Breaker()
+        self._on_trouble = on_trouble
+
+    @property
+    def is_left_alone(self) -> bool:
+        """True while calls are refused."""
+        return self._breaker.is_open
+
+    async def control(self, *commands: Command, deadline: Deadline) -> list[Reply]:
+        """As `Node.control`; refused at once while the node is left alone."""
+        with self._call(deadline):
+            return await self.node.control(*commands, deadline=deadline)
+
+    async def data(self, *commands: Command, deadline: Deadline, sink: Sink | None = None) -> list[Reply]:
+        """As `Node.data`; refused at once while the node is left alone."""
+        with self._call(deadline):
+            return await self.node.data(*commands, deadline=deadline, sink=sink)
+
+    async def probe(self) -> None:
+        """Ask whether it is there again; calls are let through from then on. Never raises `Unavailable`."""
+        try:
+            await self.node.control(("PING",), deadline=Deadline.after(_PROBE_S))
+        except Unavailable:
+            self._breaker.probe_failed()
+        else:
+            self._breaker.probe_succeeded()
+
+    @contextmanager
+    def _call(self, deadline: Deadline) -> Iterator[None]:
+        if self._breaker.is_open:
+            self._on_trouble()
+            raise Unavailable(
+                "a node of the Redis Cluster failed and is left alone until it answers or another takes its slots",
+                address=str(self.address),
+            )
+        now_s = asyncio.get_running_loop().time
+        started_s = now_s()
+        try:
+            yield
+        except Closed as error:  # between our look at the map and this call
+            self._on_trouble()
+            raise Unavailable("the node has just left the Redis Cluster", address=str(self.address)) from error
+        except Unavailable:
+            if deadline.expired:
+                self._breaker.ran_out(started_s, now_s(), by_deadline=True)
+            else:
+                self._breaker.failed()
+            self._on_trouble()
+            raise
+        except asyncio.CancelledError:
+            if self._breaker.ran_out(started_s, now_s(), by_deadline=False):
+                self._on_trouble()
+            raise
+        else:
+            self._breaker.succeeded(now_s())

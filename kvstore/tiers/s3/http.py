@@ -1,0 +1,282 @@
+"""One HTTP/1.1 connection for large bodies: received straight into their target, sent without a copy.
+
+Why our own: records are most of what this tier moves, and a general client hands every body over in pieces that are
+copied again, at several times the processor time for a byte. It speaks what S3 needs: one request at a time, answers
+with a length, and errors in chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import cast
+
+from kvstore.errors import KVStoreError
+
+__all__ = ["Answer", "HttpConnection", "Lost"]
+
+_HEAD_BYTES_MAX = 32 << 10
+_SMALL_BYTES_MAX = 64 << 10
+"""An error's body is read up to here; more of it, and the connection is given up."""
+
+Place = Callable[[int], memoryview]
+
+
+class Lost(Exception):
+    """The connection broke, or what came is no HTTP. Stays inside this package.
+
+    Attributes:
+        before_answer: Not one byte of the answer had come: on a connection that was idle, the peer had ended it.
+    """
+
+    def __init__(self, reason: str, *, before_answer: bool) -> None:
+        super().__init__(reason)
+        self.before_answer = before_answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer.
+
+    Attributes:
+        status: As HTTP numbers them.
+        fields: Header fields, names in lower case.
+        body: In the buffer that was asked for, for a success; else as much of it as is of use.
+    """
+
+    status: int
+    fields: Mapping[str, str]
+    body: memoryview
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    SMALL = auto()
+    CHUNKS = auto()
+    REST = auto()
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """Made by `asyncio`'s `create_connection`; of no further use once `reusable` is false while nothing runs."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._lost = asyncio.Event()
+        self._phase = _Phase.IDLE
+        self._scratch = memoryview(bytearray(_HEAD_BYTES_MAX))
+        self._end = 0  # of what stands in the scratch: a head, then what came with it
+        self._target = self._scratch
+        self._filled = 0
+        self._needed = 0
+        self._small = bytearray()
+        self._place: Place | None = None
+        self._status = 0
+        self._fields: dict[str, str] = {}
+        self._answer: asyncio.Future[Answer] | None = None
+        self._any_byte = False
+        self._keep = True
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request can be sent."""
+        return self._phase is _Phase.IDLE and self._keep and self._transport is not None
+
+    async def request(self, head: bytes, body: memoryview | None, place: Place) -> Answer:
+        """Send a request and receive its answer.
+
+        Args:
+            head: Request line and fields, the empty line included.
+            body: What follows them; not copied.
+            place: Returns the buffer for a success's body of so many bytes.
+
+        Raises:
+            Lost: The connection broke.
+            KVStoreError: From `place`.
+
+        If cancelled, the connection is dropped, and the buffer is not written to any more.
+        """
+        transport = self._transport
+        if transport is None:
+            raise Lost("the connection was closed", before_answer=True)
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._answer = answer
+        self._phase, self._place, self._any_byte, self._end = _Phase.HEAD, place, False, 0
+        transport.write(head)
+        if body is not None and len(body):
+            transport.write(body)
+        try:
+            return await answer
+        finally:
+            self._answer, self._place, self._target = None, None, self._scratch
+            if self._phase is not _Phase.IDLE or not self._keep:
+                self.abort()
+
+    def abort(self) -> None:
+        """Drop the connection at once. Idempotent."""
+        self._keep = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def aclose(self) -> None:
+        """Drop the connection and wait until it is gone. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+            await self._lost.wait()
+
+    # asyncio.BufferedProtocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._phase is _Phase.BODY:
+            return self._target[self._filled : self._needed]
+        return self._scratch[self._end :] if self._phase is _Phase.HEAD else self._scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._any_byte = True
+        if not self._keep and self._answer is None:
+            return
+        try:
+            if self._phase is _Phase.BODY:
+                self._filled += nbytes
+                if self._filled == self._needed:
+                    self._done(self._target[: self._needed])
+            elif self._phase is _Phase.HEAD:
+                self._end += nbytes
+                self._read_head()
+            elif self._phase is _Phase.IDLE:
+                raise Lost("bytes that nobody asked for", before_answer=False)
+            else:
+                self._more(self._scratch[:nbytes])
+        except (Lost, KVStoreError) as error:
+            self._fail(error)
+            self.abort()
+
+    def eof_received(self) -> bool:
+        if self._phase is _Phase.REST:
+            self._done(memoryview(bytes(self._small)))
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._keep = False
+        self._lost.set()
+        self._fail(Lost(str(exc or "closed by the other side"), before_answer=not self._any_byte))
+
+    # the answer
+
+    def _read_head(self) -> None:
+        while (stop := bytes(self._scratch[: self._end]).find(b"\r\n\r\n")) >= 0:
+            head = bytes(self._scratch[:stop])
+            behind = bytes(self._scratch[stop + 4 : self._end])
+            self._status, self._fields, version = _parse_head(head)
+            if self._status >= 200:
+                self._keep = self._keep and _keeps(version, self._fields)
+                self._begin_body(behind)
+                return
+            self._scratch[: len(behind)] = behind  # 100 Continue and its like: the answer itself follows
+            self._end = len(behind)
+        if self._end == len(self._scratch):
+            raise Lost("the head of the answer is too long", before_answer=False)
+
+    def _begin_body(self, behind: bytes) -> None:
+        length = self._fields.get("content-length")
+        is_chunked = self._fields.get("transfer-encoding", "").lower() == "chunked"
+        self._small = bytearray()
+        if self._status in (204, 304):
+            self._needed = 0
+            self._phase = _Phase.SMALL
+        elif length is not None and not is_chunked:
+            if not (length.isascii() and length.isdecimal() and len(length) < 19):
+                raise Lost("the answer's length is no number", before_answer=False)
+            self._needed = int(length)
+            if 200 <= self._status < 300 and self._needed:
+                assert self._place is not None
+                self._target, self._filled = self._place(self._needed), 0
+                self._phase = _Phase.BODY
+                self._first(behind)
+                return
+            self._phase = _Phase.SMALL
+        elif is_chunked:
+            self._phase = _Phase.CHUNKS
+        else:
+            self._keep, self._phase = False, _Phase.REST
+        self._more(memoryview(behind))
+
+    def _first(self, behind: bytes) -> None:
+        """What came together with the head: the only part of a body that is copied."""
+        if len(behind) > self._needed:
+            raise Lost("more came than the answer announced", before_answer=False)
+        self._target[: len(behind)] = behind
+        self._filled = len(behind)
+        if self._filled == self._needed:
+            self._done(self._target[: self._needed])
+
+    def _more(self, data: memoryview) -> None:
+        self._small += data
+        if self._phase is _Phase.SMALL:
+            if len(self._small) > self._needed:
+                raise Lost("more came than the answer announced", before_answer=False)
+            if len(self._small) == self._needed:
+                self._done(memoryview(bytes(self._small)))
+                return
+        elif self._phase is _Phase.CHUNKS and (joined := _join_chunks(self._small)) is not None:
+            self._done(memoryview(joined))
+            return
+        if len(self._small) > _SMALL_BYTES_MAX:  # enough to tell what went wrong
+            self._keep = False
+            self._done(memoryview(bytes(self._small)))
+
+    def _done(self, body: memoryview) -> None:
+        self._phase = _Phase.IDLE
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(Answer(self._status, self._fields, body))
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+
+def _parse_head(head: bytes) -> tuple[int, dict[str, str], str]:
+    line, *rest = head.decode("latin-1").split("\r\n")
+    version, _, status = line.partition(" ")
+    if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
+        raise Lost("the answer is no HTTP/1", before_answer=False)
+    fields = {}
+    for entry in rest:
+        name, colon, value = entry.partition(":")
+        if not colon:
+            raise Lost("a field of the answer has no colon", before_answer=False)
+        fields[name.strip().lower()] = value.strip()
+    return int(status[:3]), fields, version
+
+
+def _keeps(version: str, fields: Mapping[str, str]) -> bool:
+    said = fields.get("connection", "").lower()
+    return said == "keep-alive" if version == "HTTP/1.0" else said != "close"
+
+
+def _join_chunks(data: bytearray) -> bytes | None:
+    """The body that chunks make up; `None`: the last one has not come."""
+    body, at = bytearray(), 0
+    while (line_stop := data.find(b"\r\n", at)) >= 0:
+        try:
+            num_bytes = int(data[at:line_stop].partition(b";")[0], 16)
+        except ValueError as error:
+            raise Lost("a chunk's length is no number", before_answer=False) from error
+        start = line_stop + 2
+        if num_bytes < 0:
+            raise Lost("a chunk's length is no number", before_answer=False)
+        if num_bytes == 0:
+            return bytes(body) if data.find(b"\r\n", start) >= 0 else None
+        if len(data) < start + num_bytes + 2:
+            return None
+        body += data[start : start + num_bytes]
+        at = start + num_bytes + 2
+    return None

@@ -1,0 +1,199 @@
+"""Every fault of the failure table: how it is brought about in a running world, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from tests.connector.support.traffic import Traffic
+from tests.connector.support.world import World
+
+__all__ = ["FAULTS", "Fault"]
+
+FREEZE_S = 25.0
+BUSY_S = 30.0
+SHORT_S = 3.0
+_PATIENCE_S = 20.0
+_QUESTIONS = re.compile('"MGET" |"STRLEN" "v1/')
+"""Of the catalog, and of records."""
+_READS = re.compile('"(GET|GETRANGE)" "v1/')
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One row.
+
+    Attributes:
+        name: As printed.
+        place: The service that it happens to, as `World.prepare` takes it.
+        run: Breaks, lets the traffic go on, and mends. Returns when it was mended.
+        felt: A counter of the service, and its tier, that must grow by the fault; `None`: a stored prompt is computed.
+        healed: One that must grow again after the fault's end, beside whole hits.
+    """
+
+    name: str
+    place: str
+    run: Callable[[World, Traffic], float]
+    felt: tuple[str, str] | None = None
+    healed: tuple[str, str] | None = None
+
+
+def service_killed(world: World, traffic: Traffic) -> float:
+    world.service.kill()
+    traffic.go_on(SHORT_S)
+    world.service.start()
+    return time.monotonic()
+
+
+def service_frozen(world: World, traffic: Traffic) -> float:
+    world.service.freeze()
+    traffic.go_on(FREEZE_S)
+    world.service.thaw()
+    return time.monotonic()
+
+
+def service_restarted(world: World, traffic: Traffic) -> float:
+    world.service.stop()
+    world.service.start()
+    return time.monotonic()
+
+
+def redis_killed(world: World, traffic: Traffic) -> float:
+    world.redis.kill9()
+    traffic.go_on(SHORT_S)
+    world.redis.start()
+    return time.monotonic()
+
+
+def redis_frozen(world: World, traffic: Traffic) -> float:
+    world.redis.freeze()
+    traffic.go_on(FREEZE_S)
+    world.redis.thaw()
+    return time.monotonic()
+
+
+def redis_restarted(world: World, traffic: Traffic) -> float:
+    world.redis.restart()
+    return time.monotonic()
+
+
+def redis_flushed(world: World, traffic: Traffic) -> float:
+    """Empty Redis as soon as it sees a question, or as soon as it sees a read: it said yes, and the record is gone."""
+    with redis.Redis(port=world.redis.port) as client:
+        for commands in (_QUESTIONS, _READS) * 3:
+            _wait_for_command(world.redis.port, commands)
+            client.flushall()
+            traffic.go_on(1.5)  # what S3 still has comes back
+    return time.monotonic()
+
+
+def _wait_for_command(port: int, commands: re.Pattern[str]) -> None:
+    """Return at the next use of one of these commands."""
+    ends_s = time.monotonic() + _PATIENCE_S
+    with socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as watching:
+        watching.sendall(b"MONITOR\r\n")
+        with watching.makefile("rb") as lines:
+            while not commands.search(lines.readline().decode("latin-1")):
+                assert time.monotonic() < ends_s, f"Redis was not asked for {commands.pattern}"
+
+
+def redis_full(world: World, traffic: Traffic) -> float:
+    with redis.Redis(port=world.redis.port) as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"])
+        traffic.go_on(2 * SHORT_S)
+        client.config_set("maxmemory", 0)
+    return time.monotonic()
+
+
+def s3_unreachable(world: World, traffic: Traffic) -> float:
+    world.proxy.refuse()
+    traffic.go_on(2 * SHORT_S)
+    world.proxy.heal()
+    return time.monotonic()
+
+
+def s3_busy(world: World, traffic: Traffic) -> float:
+    world.proxy.answer_503()
+    traffic.go_on(BUSY_S)
+    world.proxy.heal()
+    return time.monotonic()
+
+
+def s3_slow(world: World, traffic: Traffic) -> float:
+    world.proxy.delay(5.0)
+    traffic.go_on(4 * SHORT_S)
+    world.proxy.heal()
+    return time.monotonic()
+
+
+def disk_full(world: World, traffic: Traffic) -> float:
+    filler = Path(f"/proc/{world.service.pid}/root{world.disk}/filler")  # as the service sees it
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
+    traffic.go_on(2 * SHORT_S)
+    filler.unlink()
+    return time.monotonic()
+
+
+def record_corrupted(world: World, traffic: Traffic) -> float:
+    """Flip a bit of one record of a stored prompt in Redis and in S3; mended when the store has noticed both.
+
+    The service starts anew before, so that its memory does not have the record. Redis is read first. Once its copy was
+    noticed the prompt is computed and the record put there anew: that one is deleted, until S3's is asked for.
+    """
+    world.service.stop()
+    world.service.start()
+    prompt = world.prompts.old[0]
+    name = sorted(world.objects_of[prompt])[0]
+    with redis.Redis(port=world.redis.port) as client:
+        value = client.get(name)
+        assert isinstance(value, bytes)
+        middle = len(value) // 2
+        flipped = value[:middle] + bytes([value[middle] ^ 1]) + value[middle + 1 :]
+        assert world.rgw.request("PUT", f"/{world.bucket}/{name}", flipped)[0] == 200
+        client.set(name, flipped)
+        ends_s = time.monotonic() + _PATIENCE_S
+        while unnoticed := [tier for tier in ("redis", "s3") if world.counter("tier_quarantined", tier) == 0]:
+            assert time.monotonic() < ends_s, f"the store does not notice the corrupt record in {unnoticed}"
+            traffic.focus = prompt
+            traffic.go_on(0.3)
+            if unnoticed == ["s3"]:
+                client.delete(name)
+    traffic.focus = prompt
+    return time.monotonic()
+
+
+def clock_jumps(world: World, traffic: Traffic) -> float:
+    for offset in ("+1d", "-1d", "+0"):
+        world.set_clock(offset)
+        if offset != "+0":
+            traffic.go_on(SHORT_S)
+    return time.monotonic()
+
+
+FAULTS = (
+    Fault("service SIGKILL", "shared", service_killed, None, ("served_records", "redis")),
+    Fault("service SIGSTOP 25 s", "shared", service_frozen, None, ("served_records", "redis")),
+    Fault("service restart", "shared", service_restarted, None, ("served_records", "redis")),
+    Fault("Redis SIGKILL", "shared", redis_killed, ("tier_refused", "redis"), ("tier_put_bytes", "redis")),
+    Fault("Redis SIGSTOP 25 s", "shared", redis_frozen, ("tier_refused", "redis"), ("served_records", "redis")),
+    Fault("Redis restart", "shared", redis_restarted, ("tier_errors", "redis"), ("tier_put_bytes", "redis")),
+    Fault(
+        "Redis FLUSHALL after lookup", "shared", redis_flushed, ("stage_misses", "redis"), ("tier_put_bytes", "redis")
+    ),
+    Fault("Redis at maxmemory", "shared", redis_full, ("tier_full", "redis"), ("tier_put_bytes", "redis")),
+    Fault("corrupt record", "shared", record_corrupted, ("tier_quarantined", "s3"), None),
+    Fault("S3 unreachable", "s3", s3_unreachable, ("tier_refused", "s3"), ("served_records", "s3")),
+    Fault("S3 503 for 30 s", "s3", s3_busy, ("tier_refused", "s3"), ("served_records", "s3")),
+    Fault("S3 5 s latency", "s3", s3_slow, ("tier_refused", "s3"), ("served_records", "s3")),
+    Fault("store disk full", "disk", disk_full, ("write_back_dropped", "filesystem"), ("tier_put_bytes", "filesystem")),
+    Fault("clock jumps by a day", "clock", clock_jumps, ("tier_errors", "s3"), ("tier_put_bytes", "s3")),
+)

@@ -1,0 +1,77 @@
+"""What the tests of identity vary: copies of a checkpoint, adapters, embeddings, weights of a running engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+__all__ = ["WeightsExtension", "copy_checkpoint", "write_adapter", "write_embeddings"]
+
+_RANK = 8
+
+
+def copy_checkpoint(source: Path, target: Path, *, seed: int | None = None) -> Path:
+    """A copy in another folder; with a `seed` one weight of the last layer but one is another, of equal size."""
+    shutil.copytree(source, target)
+    if seed is not None:
+        file = target / "model.safetensors"
+        tensors = load_file(file)
+        name = "model.layers.2.mlp.down_proj.weight"
+        generator = torch.Generator().manual_seed(seed)
+        tensors[name] = tensors[name] + torch.randn(tensors[name].shape, generator=generator) * 0.05
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def write_adapter(folder: Path, checkpoint: Path, *, seed: int) -> Path:
+    """A LoRA adapter on the queries and values of every layer, large enough to change what is answered."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    hidden = config["hidden_size"]
+    head_size = config.get("head_dim", hidden // config["num_attention_heads"])
+    sizes = {
+        "q_proj": head_size * config["num_attention_heads"],
+        "v_proj": head_size * config["num_key_value_heads"],
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, size in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(_RANK, hidden, generator=generator) / hidden**0.5
+            tensors[f"{name}.lora_B.weight"] = torch.randn(size, _RANK, generator=generator) * 0.5
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": sorted(sizes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def write_embeddings(path: Path, num_tokens: int, hidden: int, *, seed: int, changed_row: int | None = None) -> Path:
+    """Seeded rows; with `changed_row` all equal but for that one."""
+    rows = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(seed))
+    if changed_row is not None:
+        rows[changed_row] += 1.0
+    torch.save(rows, path)
+    return path
+
+
+class WeightsExtension:
+    """A worker with what a trainer would do to it: `llm.collective_rpc("change_weights", args=(seed,))`."""
+
+    model_runner: Any
+
+    def change_weights(self, seed: int) -> None:
+        """Update weights in place, as reinforcement learning does; vLLM tells nobody.
+
+        Those of norms: of a linear layer vLLM keeps a packed copy on a CPU.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.model_runner.get_model().named_parameters():
+                if name.endswith("layernorm.weight"):
+                    parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3)

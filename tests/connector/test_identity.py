@@ -1,0 +1,300 @@
+"""Who shares pages with whom: real engines that differ in one thing each, on one store.
+
+One engine saves, and what others find of it is what they may.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
+from tests.connector.support.identity import copy_checkpoint, write_adapter, write_embeddings
+from tests.connector.support.runs import start_together
+from tests.connector.support.service import Service
+
+pytestmark = pytest.mark.engine
+
+PROMPT = seeded_prompt(901, 1300)
+WHOLE = 1280
+PATIENCE_S = 30.0
+"""Where a hit on the whole prompt ends: at the last block."""
+
+TWO_PAGES = 2048
+HIDDEN = 256
+EXTENSION = "tests.connector.support.identity.WeightsExtension"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The service and the files that all engines here have in common.
+
+    Attributes:
+        service: Keeps records of everybody; `red` and `blue` are its tenants.
+        folder: For files.
+        checkpoint: The model.
+    """
+
+    service: Service
+    folder: Path
+    checkpoint: Path
+
+    def spec(self, *, connector: dict[str, Any] | None = None, **changes: Any) -> EngineSpec:
+        """An engine on the service; nothing but what is told differs from the one that saved."""
+        extra = {"url": self.service.url, "load_always": True, **(connector or {})}
+        values: dict[str, Any] = {"checkpoint": self.checkpoint, "connector": extra, "max_model_len": 4096, **changes}
+        return EngineSpec(**values)
+
+    def adapter(self, name: str, *, seed: int) -> str:
+        return str(write_adapter(self.folder / name, self.checkpoint, seed=seed))
+
+    def embeddings(self, name: str, **changes: Any) -> str:
+        return str(write_embeddings(self.folder / name, 2500, HIDDEN, **changes))
+
+    def token_file(self, tenant: str) -> str:
+        return str(self.folder / f"{tenant}.token")
+
+
+@pytest.fixture(scope="module")
+def place(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("identity")
+    credentials = ""
+    for tenant in ("red", "blue"):
+        (folder / f"{tenant}.token").write_text(f"the token of {tenant}\n")
+        digest = hashlib.sha256(f"the token of {tenant}".encode()).hexdigest()
+        credentials += f'[[credential]]\ntenant = "{tenant}"\ntoken_sha256 = "{digest}"\n'
+    (folder / "credentials.toml").write_text(credentials)
+    flags = {"memory_bytes": "512MiB", "cold": f"file://{folder / 'records'}"}
+    flags["credentials_file"] = str(folder / "credentials.toml")
+    with Service(folder, flags) as service:
+        yield Place(service, folder, llama)
+
+
+def ask(engine: EngineProcess, **changes: Any) -> Answer:
+    """Answer the prompt; the engine forgets what it cached itself."""
+    answer = engine.generate([Request(PROMPT, max_tokens=4, **changes)])[0]
+    assert engine.reset_prefix_cache()
+    return answer
+
+
+WITH_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What one engine saved, and another one that reads it.
+
+    Attributes:
+        saved: Its answers, by what was asked.
+        reader: An engine that differs in everything that must not matter: hash seed, algorithm, path of the model.
+    """
+
+    saved: dict[str, Answer]
+    reader: EngineProcess
+
+
+@pytest.fixture(scope="module")
+def shared(place: Place, work: Path) -> Iterator[Shared]:
+    first, second = place.adapter("adapters/one", seed=1), place.adapter("adapters/two", seed=2)
+    place.embeddings("a.pt", seed=7)
+    requests: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "salted": {"cache_salt": "red users"},
+        "adapter": {"adapter": ("one", 1, first)},
+        "other adapter": {"adapter": ("two", 2, second)},
+        "embedded": {"embeddings": str(place.folder / "a.pt")},
+    }
+    saver = place.spec(
+        arguments={**WITH_ADAPTERS, "prefix_caching_hash_algo": "sha256"}, environment={"PYTHONHASHSEED": "0"}
+    )
+    with start_together({"identity-saver": saver}, work=work) as (engine,):
+        saved = {name: ask(engine, **request) for name, request in requests.items()}
+        engine.stop()
+    assert {name: answer.num_cached_tokens for name, answer in saved.items()} == dict.fromkeys(saved, 0)
+    assert len({answer.tokens for name, answer in saved.items() if name != "salted"}) == 4
+    reader = place.spec(
+        checkpoint=copy_checkpoint(place.checkpoint, place.folder / "elsewhere"),
+        arguments={**WITH_ADAPTERS, "prefix_caching_hash_algo": "sha256_cbor"},
+        environment={"PYTHONHASHSEED": "5"},
+    )
+    with start_together({"identity-reader": reader}, work=work) as (engine,):
+        yield Shared(saved, engine)
+
+
+def found(shared: Shared, name: str, *, tokens: int = WHOLE, **request: Any) -> None:
+    """The reader resumes what was saved under that name, and answers as the saver did."""
+    answer = ask(shared.reader, **request)
+    assert answer.num_cached_tokens == tokens
+    assert answer.tokens == shared.saved[name].tokens
+    assert answer.difference(shared.saved[name]) < 1e-3
+
+
+def test_hash_seed_algorithm_and_model_path_do_not_matter(shared: Shared) -> None:
+    """Saved with PYTHONHASHSEED=0 and sha256, found with 5 and sha256_cbor, by an engine with the model elsewhere."""
+    found(shared, "plain")
+
+
+def test_salts_are_apart(shared: Shared) -> None:
+    """The same salt finds what was saved under it; another one finds nothing of the three equal prompts."""
+    found(shared, "salted", cache_salt="red users")
+    assert ask(shared.reader, cache_salt="blue users").num_cached_tokens == 0
+
+
+def test_name_number_and_path_of_an_adapter_do_not_matter(shared: Shared, place: Place) -> None:
+    """A copy of the adapter under another name, number and path is the adapter."""
+    found(shared, "adapter", adapter=("renamed", 5, place.adapter("moved/one", seed=1)))
+
+
+def test_another_adapter_under_an_old_name(shared: Shared, place: Place) -> None:
+    """Name, number and even path of the saver's first adapter with other content find nothing, nor the second's."""
+    path = place.adapter("replaced/adapters/one", seed=3)
+    answer = ask(shared.reader, adapter=("one", 1, path))
+    assert answer.num_cached_tokens == 0
+    assert answer.tokens != shared.saved["adapter"].tokens
+
+
+def test_an_adapter_whose_files_change_is_not_cached(shared: Shared, place: Place) -> None:
+    """vLLM keeps what it has read: pages of the old weights are not saved as the new files', nor those found."""
+    path = place.adapter("changing", seed=11)
+    adapter = ("changing", 11, path)
+    before = ask(shared.reader, adapter=adapter)
+    other = place.adapter("changing-new", seed=12)
+    for file in Path(path).iterdir():
+        os.replace(Path(other) / file.name, file)
+    after = ask(shared.reader, adapter=adapter)
+    assert (before.num_cached_tokens, after.num_cached_tokens) == (0, 0)
+    assert after.tokens == before.tokens  # vLLM did not read the files again
+    assert ask(shared.reader, adapter=("fresh", 12, path)).num_cached_tokens == 0
+
+
+def test_embeddings_are_content(shared: Shared, place: Place) -> None:
+    """The same rows from another file are found; one changed row ends the hit at the page before it."""
+    found(shared, "embedded", tokens=2432, embeddings=place.embeddings("copy.pt", seed=7))
+    changed = place.embeddings("changed.pt", seed=7, changed_row=2200)
+    assert ask(shared.reader, embeddings=changed).num_cached_tokens == TWO_PAGES
+    assert ask(shared.reader, embeddings=place.embeddings("other.pt", seed=8)).num_cached_tokens == 0
+
+
+APART: dict[str, Callable[[Place], EngineSpec]] = {
+    "weights under one name": lambda at: at.spec(
+        checkpoint=copy_checkpoint(at.checkpoint, at.folder / "other" / at.checkpoint.name, seed=5)
+    ),
+    "dtype": lambda at: at.spec(dtype="bfloat16"),
+    "weights id": lambda at: at.spec(connector={"weights_id": "another"}),
+    "rope settings": lambda at: at.spec(
+        arguments={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}}
+    ),
+    "tenant": lambda at: at.spec(connector={"token_file": at.token_file("red")}),
+}
+
+
+@pytest.mark.parametrize("axis", APART)
+def test_never_across(shared: Shared, place: Place, work: Path, axis: str) -> None:
+    """An engine that differs in this alone finds nothing of the saver's, saves its own, and finds that."""
+    with start_together({f"identity-{axis.replace(' ', '-')}": APART[axis](place)}, work=work) as (engine,):
+        first = ask(engine)
+        second = ask(engine)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, WHOLE)
+        assert second.tokens == first.tokens
+
+
+def test_tenants_never_meet(shared: Shared, place: Place, work: Path) -> None:
+    """What one tenant's engine saved another's does not find; an engine with a token of nobody runs uncached."""
+    (place.folder / "nobody.token").write_text("made up\n")
+    specs = {
+        name: place.spec(connector={"token_file": place.token_file(name), "lookup_timeout_ms": 1000})
+        for name in ("blue", "nobody")
+    }
+    with start_together({f"identity-{name}": spec for name, spec in specs.items()}, work=work) as (blue, nobody):
+        assert ask(blue).num_cached_tokens == 0
+        assert ask(blue).num_cached_tokens == WHOLE
+        for _ in range(2):
+            assert ask(nobody).num_cached_tokens == 0
+        assert "the token is wrong" in nobody.log_text()
+
+
+@contextmanager
+def changing_engine(place: Place, work: Path, *, multiprocess: bool) -> Iterator[tuple[EngineProcess, Path]]:
+    """An engine whose weights may change, and the file for their ids."""
+    form = "multi" if multiprocess else "single"
+    id_file = place.folder / f"weights-id-{form}"
+    spec = place.spec(
+        connector={"weights_may_change": True, "weights_id_file": str(id_file)},
+        multiprocess=multiprocess,
+        arguments={"worker_extension_cls": EXTENSION},
+    )
+    with start_together({f"identity-changing-{form}": spec}, work=work) as (engine,):
+        yield engine, id_file
+
+
+@pytest.mark.parametrize("multiprocess", [False, True], ids=["in-process", "multi-process"])
+def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multiprocess: bool) -> None:
+    """From the reset of the caches to the new id nothing is saved or loaded; then pages of the new weights alone."""
+
+    def saved() -> float:
+        place.service.settle()
+        counters = place.service.status()["counters"]
+        return sum(count for name, count in counters.items() if name.startswith("saves"))
+
+    with changing_engine(place, work, multiprocess=multiprocess) as (engine, id_file):
+        old = ask(engine)
+        assert (old.num_cached_tokens, old.tokens) == (WHOLE, shared.saved["plain"].tokens)
+        assert engine.evaluate("llm.reset_prefix_cache(reset_connector=True)")
+        before = saved()
+        assert ask(engine).num_cached_tokens == 0
+        engine.evaluate("llm.collective_rpc('change_weights', args=(3,))")
+        new = ask(engine)
+        assert new.num_cached_tokens == 0
+        assert new.tokens != old.tokens
+        assert saved() == before
+        (place.folder / "next").write_text(f"step 1 of {id_file.name}")
+        os.replace(place.folder / "next", id_file)
+        assert ask(engine).num_cached_tokens == 0  # written, and not taken up yet
+        assert saved() == before
+        assert engine.evaluate("llm.reset_prefix_cache(reset_connector=True)")
+        answers = [ask(engine)]
+        ends_s = time.monotonic() + PATIENCE_S
+        while saved() <= before:  # the second answer comes from what the first one saved
+            assert time.monotonic() < ends_s, "nothing is saved under the new id"
+            time.sleep(0.1)
+        answers.append(ask(engine))
+        assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE]
+        assert [answer.tokens for answer in answers] == [new.tokens] * 2
+        assert saved() > before
+    assert ask(shared.reader).tokens == shared.saved["plain"].tokens
+
+
+def test_a_wrong_setting_is_named(place: Place, work: Path) -> None:
+    """An engine with a misspelt setting, or a value that does not fit, does not start, and says which it is."""
+    wrong = {"lookup_timeout_msec": 5, "url": "redis://localhost"}
+    specs = {key: place.spec(connector={key: value}) for key, value in wrong.items()}
+    for key, spec in specs.items():
+        with pytest.raises(EngineFailed) as caught, ExitStack() as stack:
+            stack.enter_context(start_together({f"identity-{key}": spec}, work=work))
+        assert key in str(caught.value)
+
+
+def test_costly_settings_are_said_once(place: Place, work: Path) -> None:
+    """A hybrid engine with vLLM's defaults is told each thing that costs it hits, once, with what to set."""
+    from kvstore.testing.checkpoints import write_checkpoint
+
+    spec = place.spec(
+        checkpoint=write_checkpoint("qwen3next", work / "checkpoints"), multiprocess=True, dtype="bfloat16"
+    )
+    transfer = dict(spec.engine_arguments()["kv_transfer_config"])
+    del transfer["kv_load_failure_policy"]  # vLLM's default is to fail
+    spec = replace(spec, connector=None, kv_transfer=transfer)
+    with start_together({"identity-advice": spec}, work=work) as (engine,):
+        for _ in range(2):
+            ask(engine)
+        text = engine.log_text()
+    for setting in ("kv_load_failure_policy is", "prefix_cache_retention_interval is", "set --block-size 640"):
+        assert text.count(setting) == 1, setting

@@ -1,0 +1,73 @@
+"""The catalog's contract on SQLite and on real servers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.testing.catalog_contract import CatalogContract
+from kvstore.testing.servers import RedisCluster, RedisServer, redis_cluster
+from kvstore.tiers.locations import RedisLocation, parse_hot
+from kvstore.tiers.redis import open_control
+
+
+class TestSqlite(CatalogContract):
+    @pytest.fixture
+    async def catalog(self, tmp_path: Path) -> AsyncIterator[Catalog]:
+        catalog = SqliteCatalog(tmp_path / "catalog.sqlite")
+        yield catalog
+        await catalog.aclose()
+
+    @pytest.fixture
+    def other(self, catalog: Catalog) -> Catalog:
+        return catalog
+
+
+@pytest.mark.servers
+class TestRedis(CatalogContract):
+    @pytest.fixture
+    async def catalog(self, shared_redis: RedisServer) -> AsyncIterator[Catalog]:
+        client = Redis(host=shared_redis.host, port=shared_redis.port)
+        await client.flushdb()
+        yield RedisCatalog(client)
+        await client.aclose()
+
+    @pytest.fixture
+    async def other(self, shared_redis: RedisServer) -> AsyncIterator[Catalog]:
+        client = Redis(host=shared_redis.host, port=shared_redis.port)
+        yield RedisCatalog(client)
+        await client.aclose()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with redis_cluster() as group:
+        yield group
+
+
+@pytest.mark.servers
+class TestCluster(CatalogContract):
+    """Entries, totals and tombstones of a boundary share a slot, and three nodes share the slots."""
+
+    @pytest.fixture
+    async def catalog(self, cluster: RedisCluster) -> AsyncIterator[Catalog]:
+        cluster.flush()
+        async with open_control(_location(cluster)) as client:
+            yield RedisCatalog(client)
+
+    @pytest.fixture
+    async def other(self, cluster: RedisCluster) -> AsyncIterator[Catalog]:
+        async with open_control(_location(cluster)) as client:
+            yield RedisCatalog(client)
+
+
+def _location(cluster: RedisCluster) -> RedisLocation:
+    location = parse_hot(cluster.url)
+    assert isinstance(location, RedisLocation)
+    return location

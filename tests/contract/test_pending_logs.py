@@ -1,0 +1,211 @@
+"""What every log of pending write-backs does, on each medium."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.pending_redis import NUM_SHARDS, RedisPendingLog
+from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.records import make_key
+from kvstore.testing.servers import RedisServer, redis_server
+
+pytest_plugins = ["kvstore.testing.fixtures"]
+
+pytestmark = pytest.mark.servers
+
+LEASE_S = 0.3
+
+Make = Callable[[], Awaitable[PendingLog]]
+
+
+def soon() -> Deadline:
+    return Deadline.after(10.0)
+
+
+def entries(*numbers: int) -> list[PendingEntry]:
+    return [PendingEntry(make_key(number), 1000 + number, 64 * (number + 1)) for number in numbers]
+
+
+@dataclass
+class Shared:
+    """Makes owners that share one medium."""
+
+    make: Make
+
+
+@pytest.fixture(params=["redis", "sqlite"])
+async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shared]:
+    async with AsyncExitStack() as stack:
+
+        async def sqlite() -> PendingLog:
+            log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=LEASE_S)
+            stack.push_async_callback(log.aclose)
+            return log
+
+        async def in_redis() -> PendingLog:
+            server: RedisServer = request.getfixturevalue("shared_redis")
+            client = redis.asyncio.Redis.from_url(server.url)
+            stack.push_async_callback(client.aclose)
+            return RedisPendingLog(client, str(tmp_path), lease_s=LEASE_S)
+
+        yield Shared(sqlite if request.param == "sqlite" else in_redis)
+
+
+class TestContract:
+    async def test_an_entry_belongs_to_its_owner_for_a_lease(self, shared: Shared) -> None:
+        """Written entries cannot be claimed by another until their lease has ended; then they can, once."""
+        first, second = await shared.make(), await shared.make()
+        written = entries(*range(40))
+        assert await first.add(written, deadline=soon())
+        assert await second.claim(100, deadline=soon()) == []
+        assert await first.totals(deadline=soon()) == PendingTotals(40, sum(e.num_bytes for e in written))
+        await asyncio.sleep(LEASE_S + 0.05)
+        claimed = await second.claim(100, deadline=soon())
+        assert {entry.key: entry for entry in claimed} == {entry.key: entry for entry in written}
+        assert await second.claim(100, deadline=soon()) == []
+        assert await first.claim(100, deadline=soon()) == []
+
+    async def test_a_renewed_lease_lasts(self, shared: Shared) -> None:
+        """An owner that renews keeps its entries beyond a lease; one that lost them is told."""
+        first, second = await shared.make(), await shared.make()
+        kept, lost = entries(1, 2), entries(3)
+        await first.add(kept + lost, deadline=soon())
+        for _ in range(3):
+            await asyncio.sleep(LEASE_S * 0.6)
+            assert await first.renew([entry.key for entry in kept], deadline=soon()) == [True, True]
+        assert await second.claim(10, deadline=soon()) == lost
+        keys = [entry.key for entry in kept + lost]
+        assert await first.renew([*keys, make_key(99)], deadline=soon()) == [True, True, False, False]
+
+    async def test_only_the_owner_finishes(self, shared: Shared) -> None:
+        """What another claimed meanwhile stays when the former owner is done with it; it is removed by the new one."""
+        first, second = await shared.make(), await shared.make()
+        written = entries(1, 2, 3)
+        await first.add(written, deadline=soon())
+        await first.release([written[0].key], deadline=soon())
+        assert await second.claim(10, deadline=soon()) == written[:1]
+        await first.finish([entry.key for entry in written], deadline=soon())
+        assert await first.totals(deadline=soon()) == PendingTotals(1, written[0].num_bytes)
+        await second.finish([written[0].key], deadline=soon())
+        assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
+
+    async def test_adding_again_takes_over(self, shared: Shared) -> None:
+        """Two owners write the same entry: it is there once, the later one's, with the later one's size."""
+        first, second = await shared.make(), await shared.make()
+        (entry,) = entries(1)
+        await first.add([entry], deadline=soon())
+        await second.add([PendingEntry(entry.key, 5000, entry.stop_tokens)], deadline=soon())
+        assert await first.totals(deadline=soon()) == PendingTotals(1, 5000)
+        await first.finish([entry.key], deadline=soon())
+        assert await first.totals(deadline=soon()) == PendingTotals(1, 5000)
+        await second.finish([entry.key], deadline=soon())
+        assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
+
+    async def test_claims_are_limited_and_reach_everything(self, shared: Shared) -> None:
+        """Two owners claim in small steps: every entry comes once, to one of them."""
+        first, second = await shared.make(), await shared.make()
+        written = entries(*range(100))
+        await first.add(written, deadline=soon())
+        await first.release([entry.key for entry in written], deadline=soon())
+        seen: list[PendingEntry] = []
+        while step := [*await first.claim(7, deadline=soon()), *await second.claim(7, deadline=soon())]:
+            assert len(step) <= 14
+            seen += step
+            await first.renew([entry.key for entry in seen], deadline=soon())
+            await second.renew([entry.key for entry in seen], deadline=soon())
+        assert sorted(entry.key for entry in seen) == sorted(entry.key for entry in written)
+
+    async def test_nothing_is_asked_for_nothing(self, shared: Shared) -> None:
+        """Empty calls are answered."""
+        log = await shared.make()
+        assert await log.add([], deadline=soon())
+        assert await log.renew([], deadline=soon()) == []
+        await log.finish([], deadline=soon())
+        assert await log.totals(deadline=soon()) == PendingTotals(0, 0)
+
+
+class TestRedis:
+    async def test_a_full_server_takes_no_entry_but_ends_those_it_has(self) -> None:
+        """At its memory limit Redis says that there is no room; renewing, claiming and finishing go on."""
+        with redis_server() as server:
+            async with redis.asyncio.Redis.from_url(server.url) as client:
+                log = RedisPendingLog(client, "scope", lease_s=30)
+                written = entries(*range(8))
+                assert await log.add(written, deadline=soon())
+                await client.config_set("maxmemory", 1)
+                assert not await log.add(entries(9), deadline=soon())
+                keys = [entry.key for entry in written]
+                assert await log.renew(keys, deadline=soon()) == [True] * 8
+                await log.release(keys, deadline=soon())
+                assert len(await log.claim(8, deadline=soon())) == 8
+                await log.finish(keys, deadline=soon())
+                assert await log.totals(deadline=soon()) == PendingTotals(0, 0)
+
+    async def test_a_server_that_is_away_is_unavailable(self) -> None:
+        """Redis is killed, or frozen: every call says so by its deadline."""
+        with redis_server() as server:
+            async with redis.asyncio.Redis.from_url(server.url, socket_timeout=30) as client:
+                log = RedisPendingLog(client, "scope", lease_s=30)
+                await log.add(entries(1), deadline=soon())
+                server.freeze()
+                with pytest.raises(Unavailable):
+                    await log.add(entries(2), deadline=Deadline.after(0.3))
+                server.kill9()
+                with pytest.raises(Unavailable):
+                    await log.claim(10, deadline=Deadline.after(5.0))
+
+    async def test_entries_cost_little_and_have_no_expiry(self, shared_redis: RedisServer, tmp_path: Path) -> None:
+        """A thousand entries take at most 400 bytes each, and no `volatile-*` policy may take one."""
+        async with redis.asyncio.Redis.from_url(shared_redis.url) as client:
+            log = RedisPendingLog(client, str(tmp_path), lease_s=30)
+            await log.add(entries(*range(2000)), deadline=soon())
+            names = [name async for name in client.scan_iter(match=f"{log._root}:*")]
+            assert len(names) == 3 * NUM_SHARDS
+            assert [await client.ttl(name) for name in names] == [-1] * len(names)
+            used_bytes = sum([await client.memory_usage(name, samples=0) or 0 for name in names])
+            assert used_bytes <= 400 * 2000
+
+
+class TestSqlite:
+    async def test_what_a_dead_owner_left_can_be_claimed_at_once(self, tmp_path: Path) -> None:
+        """The next process of the directory need not wait for the leases of the one before."""
+        first = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=3600)
+        await first.add(entries(1, 2), deadline=soon())
+        await first.aclose()
+        second = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=3600)
+        assert await second.claim(10, deadline=soon()) == entries(1, 2)
+        await second.aclose()
+
+    async def test_a_damaged_file_is_put_aside(self, tmp_path: Path) -> None:
+        """The file holds something else: it is kept under another name, and a new one works."""
+        path = tmp_path / "pending.db"
+        path.write_bytes(b"no database at all" * 100)
+        log = await SqlitePendingLog.open(path, lease_s=30)
+        await log.add(entries(1), deadline=soon())
+        assert await log.totals(deadline=soon()) == PendingTotals(1, 1001)
+        await log.aclose()
+        assert [p.read_bytes()[:18] for p in tmp_path.glob("pending.db.damaged-*")] == [b"no database at all"]
+
+    async def test_a_directory_that_cannot_be_used_is_unavailable(self, tmp_path: Path) -> None:
+        """There is no such directory: the error names the file."""
+        with pytest.raises(Unavailable, match=r"pending\.db"):
+            await SqlitePendingLog.open(tmp_path / "absent" / "pending.db", lease_s=30)
+
+
+def test_keys_are_packed_both_ways() -> None:
+    """A key fits 52 bytes and comes back; other sizes are refused."""
+    key = make_key(7, group=65535, slice_=3)
+    assert len(pack_key(key)) == 52
+    assert unpack_key(pack_key(key)) == key
+    with pytest.raises(CorruptRecord):
+        unpack_key(b"short")

@@ -1,0 +1,322 @@
+"""The protocol against peers of every kind: each ends in answers or a refusal, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.runtime.budget import ByteBudget
+from kvstore.service.answers import Answers
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.session import Session
+from kvstore.testing.dict_store import DictStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.records import make_record
+from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
+from kvstore.wire import convert, messages
+from kvstore.wire.frames import LATER, FrameReader, Head, Later
+from kvstore.wire.messages import decode, encode
+from kvstore.wire.protocol import FrameConnection
+from tests.fuzz.inputs import bounded_memory, fuzz, mutated, pieces
+
+LIMITS = ServiceLimits(receive_bytes=64 << 10, save_credit_bytes=16 << 10, max_requests=4, hello_timeout_s=60)
+PROMPT = Prompt(ATTENTION, "fuzz", 128)
+TYPES: list[type[Any]] = [kind for kind in vars(messages).values() if getattr(kind, "type", "")]
+HOSTILE = (0, 1, -1, 2**31, 2**63, 2**64 - 1, 0.5, float("inf"), float("nan"), "", "x" * 300, b"", b"\0" * 16)
+HOSTILE += (b"\xff" * 32, b"\0" * 7, [], {}, {"a": {}}, None, True, [[[]]])
+RECORD = bytes(make_record(1, 500).data)
+SAVED = bytes(PROMPT.records()[0].data)
+
+
+def frame(head: Any, payload: bytes = b"") -> bytes:
+    packed = msgpack.packb(head, use_bin_type=True)
+    return struct.pack("<4sIQ", b"KVW1", len(packed), len(payload)) + packed + payload
+
+
+def valid_frames(choose: random.Random) -> list[bytes]:
+    """A conversation that a good client might have, each request once."""
+    namespace = PROMPT.description.id
+    query = convert.query_fields(PROMPT.query())
+    key = convert.key_fields(PROMPT.records()[0].key)
+    lease = choose.randbytes(16)
+    said = [
+        (messages.OpenNamespace(1, 500, PROMPT.description.canonical), b""),
+        (messages.Save(2, 500, "memory"), choose.choice((SAVED, RECORD, mutated(SAVED, choose), b""))),
+        (messages.Lookup(3, 500, **query), b""),
+        (messages.Stage(4, 500, **query), b""),
+        (messages.Load(5, 500, lease, **key), b""),
+        (messages.Renew(6, 500, lease), b""),
+        (messages.Release(lease), b""),
+        (messages.Discard(7, 500, **key, reason="a fuzz"), b""),
+        (messages.Status(8, 500), b""),
+        (messages.Ping(9, 500), b""),
+        (messages.Cancel(choose.randrange(9)), b""),
+        (messages.ShareArena(10, 500), b""),
+    ]
+    assert namespace
+    return [frame(encode(message), payload) for message, payload in said]
+
+
+def hostile_frame(choose: random.Random) -> bytes:
+    """A message of some type whose fields are missing, strange, or of another type; perhaps with a payload."""
+    kind = choose.choice(TYPES)
+    head: dict[Any, Any] = {"type": kind.type if choose.random() < 0.95 else choose.choice(HOSTILE)}
+    for field in fields(kind):
+        if choose.random() < 0.85 or field.default is not MISSING:
+            usual = {"int": choose.randrange(9), "str": "memory", "bytes": b"\1" * 16, "float": 1.0, "bool": True}
+            head[field.name] = choose.choice((usual.get(str(field.type), {}), choose.choice(HOSTILE)))
+    if choose.random() < 0.1:
+        head[choose.choice(("more", 7, b"x"))] = choose.choice(HOSTILE)
+    return frame(
+        choose.choice((head, head, head, list(head), 7)), choose.randbytes(choose.choice((0, 0, 1, 300, 20_000)))
+    )
+
+
+def lying_prefix(choose: random.Random) -> bytes:
+    """Sixteen bytes that promise too much, nothing, or another protocol."""
+    magic = choose.choice((b"KVW1", b"KVW1", b"KVW2", b"GET ", choose.randbytes(4)))
+    sizes = (0, 1, 16, 5000, 4 << 20, (4 << 20) + 1, (1 << 32) - 1)
+    payload = choose.choice((0, 1, 60_000, 64 << 10, (64 << 10) + 1, 1 << 40, (1 << 64) - 1))
+    return struct.pack("<4sIQ", magic, choose.choice(sizes), payload) + choose.randbytes(choose.choice((0, 16, 100)))
+
+
+def conversation(choose: random.Random) -> bytes:
+    """What a peer sends: a hello mostly, then frames that are good, reordered, repeated, hostile, lying or damaged."""
+    hello = frame(encode(messages.Hello(choose.choice((1, 1, 1, 0, 2)), role=choose.choice(("control", "data")))))
+    said = valid_frames(choose)
+    if choose.random() < 0.5:
+        choose.shuffle(said)
+    said = said[: choose.randint(1, len(said))]
+    for _ in range(choose.randrange(3)):
+        said.insert(
+            choose.randrange(len(said) + 1), choose.choice((hostile_frame, hostile_frame, lying_prefix))(choose)
+        )
+    if choose.random() < 0.3:
+        said.append(choose.choice(said))
+    if choose.random() < 0.9:
+        said.insert(0, hello)
+    stream = b"".join(said)
+    return stream if choose.random() < 0.6 else mutated(stream, choose)
+
+
+class Sink:
+    """Gives buffers at once, later or never, and notes how much it was asked for at a time."""
+
+    def __init__(self, choose: random.Random) -> None:
+        self.choose = choose
+        self.largest = 0
+
+    def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
+        self.largest = max(self.largest, payload_bytes)
+        return self.choose.choice((memoryview(bytearray(payload_bytes)), LATER, None))
+
+    def on_frame(self, head: Head, payload: memoryview | None) -> None:
+        assert isinstance(head, dict)
+
+
+@fuzz(35_000)
+def test_streams_of_frames(choose: random.Random) -> None:
+    """Any bytes in any cut are frames or an expected error, and no buffer is asked for beyond the limit."""
+    sink = Sink(choose)
+    reader = FrameReader(sink, 1 << 16)
+    with suppress(KVStoreError):
+        for piece in pieces(conversation(choose), choose):
+            rest = piece
+            while rest:
+                if reader.waiting:
+                    reader.provide(choose.choice((memoryview(bytearray(1 << 16)), None)))
+                if choose.random() < 0.01:
+                    reader.drop_payload()
+                target = reader.buffer()
+                assert 0 < len(target) <= 4 << 20
+                count = min(len(target), len(rest))
+                target[:count] = rest[:count]
+                rest = rest[count:]
+                reader.received(count)
+    assert sink.largest <= 1 << 16
+
+
+@fuzz(20_000)
+def test_heads_of_messages(choose: random.Random) -> None:
+    """A head is a message or an expected error, and so is what a message says of prompts, keys and leases."""
+    raw = hostile_frame(choose)
+    size = struct.unpack_from("<4sIQ", raw)[1]
+    head = msgpack.unpackb(raw[16 : 16 + size], strict_map_key=False)
+    if not isinstance(head, dict):
+        return
+    with suppress(KVStoreError):
+        message = decode({name: value for name, value in head.items() if isinstance(name, str)})
+        match message:
+            case messages.Lookup():
+                convert.parse_query(message)
+            case messages.LookedUp():
+                convert.parse_lookup(message, choose.randrange(5))
+            case messages.Staged():
+                convert.parse_staged(message)
+            case messages.Load() | messages.Discard():
+                convert.parse_key(message)
+            case messages.Error() | messages.Refused():
+                messages.raise_error(message)
+
+
+class Pipe(asyncio.Transport):
+    """What a session writes, and whether it reads; it never refuses."""
+
+    def __init__(self, connection: FrameConnection) -> None:
+        super().__init__()
+        self.connection = connection
+        self.sent = bytearray()
+        self.reading = True
+        self.closed = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: Any) -> None:
+        if not self.closed:
+            self.sent += data
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            asyncio.get_running_loop().call_soon(self.connection.connection_lost, None)
+
+    abort = close
+
+
+class AnyPeer:
+    def check(self, connection: FrameConnection, token: str) -> str:
+        return ""
+
+
+def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:
+    """What the service said: whole frames only."""
+    at = 0
+    while at < len(sent):
+        magic, head_bytes, payload_bytes = struct.unpack_from("<4sIQ", sent, at)
+        assert magic == b"KVW1"
+        yield msgpack.unpackb(sent[at + 16 : at + 16 + head_bytes])
+        at += 16 + head_bytes + payload_bytes
+    assert at == len(sent)
+
+
+async def talk(choose: random.Random) -> None:
+    budget, ended = ByteBudget(LIMITS.receive_bytes), list[Session]()
+    store = DictStore()
+    session = Session(Answers(store, dict), AnyPeer(), LIMITS, budget, ended.append)
+    pipe = Pipe(session.connection)
+    session.connection.connection_made(pipe)
+    for piece in pieces(conversation(choose), choose):
+        rest = piece
+        while rest and not pipe.closed:
+            for _ in range(100):
+                if pipe.reading or pipe.closed:
+                    break
+                await asyncio.sleep(0.001)
+            if pipe.closed or not pipe.reading:
+                break
+            target = session.connection.get_buffer(-1)
+            count = min(len(target), len(rest))
+            target[:count] = rest[:count]
+            rest = rest[count:]
+            session.connection.buffer_updated(count)
+        if choose.random() < 0.2:
+            await asyncio.sleep(0)
+        assert budget.used_bytes <= budget.limit_bytes
+    for _ in range(choose.randrange(4)):
+        await asyncio.sleep(0)
+    pipe.close()
+    await asyncio.sleep(0)
+    assert ended == [session]
+    async with asyncio.timeout(20):
+        await session.aclose()
+    assert (budget.used_bytes, session.num_running, session.leases) == (0, 0, set())
+    said = list(heads_in(bytes(pipe.sent)))
+    assert [head for head in said if head.get("kind") == "InternalError"] == []
+    assert len(said) <= 40
+
+
+LOOP = asyncio.new_event_loop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_loop() -> Iterator[None]:
+    yield
+    LOOP.close()
+
+
+@fuzz(20_000)
+def test_sessions(choose: random.Random) -> None:
+    """A live session takes any conversation: no bug is answered, and nothing of its peer's is held after it is gone."""
+    LOOP.run_until_complete(talk(choose))
+
+
+@fuzz(15_000)
+def test_replies_of_a_redis(choose: random.Random) -> None:
+    """Bytes from a server that is no Redis, or a broken one: replies or a protocol error."""
+    parts = [
+        b"+OK\r\n",
+        b"-ERR no\r\n",
+        b":12\r\n",
+        b"$5\r\nhello\r\n",
+        b"$-1\r\n",
+        b"*2\r\n",
+        b"*-1\r\n",
+        b"$0\r\n\r\n",
+    ]
+    parts += [b"*1\r\n" * 9, b"$99999999999\r\n", b":x\r\n", b"%2\r\n", b"\r\n", b"$3\r\nhello\r\n", b"*1000000\r\n"]
+    stream = b"".join(choose.choice(parts) for _ in range(choose.randint(1, 12)))
+    stream = stream if choose.random() < 0.5 else mutated(stream, choose)
+    replies: list[object] = []
+    parser = ReplyParser(
+        lambda num_bytes: (
+            choose.choice((memoryview(bytearray(min(num_bytes, 1 << 20))), None)) if num_bytes <= 1 << 20 else None
+        ),
+        replies.append,
+    )
+    with suppress(ProtocolError):
+        for piece in pieces(stream, choose):
+            rest = piece
+            while rest:
+                target = parser.buffer()
+                assert len(target) > 0
+                count = min(len(target), len(rest))
+                target[:count] = rest[:count]
+                rest = rest[count:]
+                parser.received(count)
+    assert len(replies) <= len(stream)
+
+
+def test_memory_is_bounded_by_what_arrived() -> None:
+    """Two hundred conversations, each on a reader of its own, hold a few MiB at most."""
+    with bounded_memory(16 << 20):
+        for seed in range(200):
+            test = random.Random(seed)
+            reader = FrameReader(Sink(test), 1 << 16)
+            with suppress(KVStoreError):
+                for piece in pieces(conversation(test), test):
+                    rest = piece
+                    while rest and not reader.waiting:
+                        target = reader.buffer()
+                        count = min(len(target), len(rest))
+                        target[:count] = rest[:count]
+                        rest = rest[count:]
+                        reader.received(count)

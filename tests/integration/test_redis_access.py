@@ -1,0 +1,123 @@
+"""Logging in to Redis: TLS, certificates on both sides, users and their rights; and what is wrong with a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.compose import open_store
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import load_settings
+from kvstore.testing.records import make_key, make_record
+from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, redis_tls_server, valkey_server
+from kvstore.testing.servers.redis_tls import TLS_PASSWORD
+from kvstore.tiers.base import PutOutcome, Severity
+from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.redis import RedisTier, open_control
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture(scope="module")
+def tls() -> Iterator[TlsRedis]:
+    with redis_tls_server() as tls:
+        yield tls
+
+
+async def refused(url: str) -> str:
+    """What a tier on `url` says."""
+    tier = RedisTier.from_url(url)
+    with pytest.raises(Unavailable) as caught:
+        await tier.get(make_key(1), deadline=Deadline.after(5))
+    await tier.aclose()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("login", "options", "advice"),
+    [
+        ("kvstore:hunter2@", None, "check user and password in the url"),
+        ("nobody:hunter2@", None, "check user and password in the url"),
+        (":hunter2@", None, "check user and password in the url"),
+        ("", None, "put user and password into the url"),
+        ("kvstore:hunter2@", "", "certificate of Redis is not trusted: name its authority with ?ca_file=/path"),
+    ],
+)
+async def test_wrong_logins(tls: TlsRedis, login: str, options: str | None, advice: str) -> None:
+    """A wrong user, password or authority: the message is the next step, and no secret is in it."""
+    message = await refused(tls.url(login=login, options=options))
+    assert advice in message
+    assert f"127.0.0.1:{tls.server.port}" in message
+    assert "hunter2" not in message and TLS_PASSWORD not in message
+
+
+async def test_no_certificate_of_ours(tls: TlsRedis) -> None:
+    """A server that asks clients for a certificate drops us without one: unavailable, with where to name ours."""
+    message = await refused(tls.url(options=f"?ca_file={tls.ca_file}"))
+    assert "cert_file" in message
+
+
+async def test_tls_where_none_is_spoken_and_the_other_way_round(tls: TlsRedis, shared_redis: RedisServer) -> None:
+    """`rediss://` to a plain port, and `redis://` to one with TLS: each message names the other form."""
+    assert "use redis://" in await refused(tls.url().replace(str(tls.server.port), str(shared_redis.port)))
+    assert "rediss://" in await refused(f"redis://127.0.0.1:{tls.server.port}")
+
+
+async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
+    """A command that the user may not use is named, with who can help; it is no miss."""
+    from redis import Redis
+
+    tier = RedisTier.from_url(tls.server.url)
+    assert await tier.put(make_record(1), deadline=Deadline.after(5)) in (PutOutcome.STORED, PutOutcome.EXISTS)
+    await tier.aclose()
+    with redis_server() as server, Redis(port=server.port) as admin:
+        admin.acl_setuser(
+            "reader", enabled=True, passwords=["+hunter2"], commands=["+get", "+getrange", "+ping"], keys=["*"]
+        )
+        tier = RedisTier.from_url(f"redis://reader:hunter2@127.0.0.1:{server.port}")
+        assert await tier.get(make_key(1), deadline=Deadline.after(5)) is None
+        with pytest.raises(Unavailable, match=r"commands and keys that it lacks \(ACL SETUSER\).*'set'"):
+            await tier.put(make_record(1), deadline=Deadline.after(5))
+        await tier.aclose()
+
+
+async def test_the_general_client_speaks_tls(tls: TlsRedis) -> None:
+    """The client for scripts of others takes user, password and files from the same url."""
+    async with open_control(parse_redis(tls.server.url)) as control:
+        assert await control.set("v1/control", b"1") is True
+        assert await control.get("v1/control") == b"1"
+        await control.unlink("v1/control")
+
+
+async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCaptureFixture) -> None:
+    """A Redis that may evict anything, and is small, is told at start with the command that helps; the store works."""
+    with redis_server(maxmemory_bytes=64 << 20, arguments=("--maxmemory-policy", "allkeys-lru")) as server:
+        settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": server.url})
+        async with open_store(settings):
+            pass
+        tier = RedisTier.from_url(server.url)
+        (facts,) = await tier.facts(deadline=Deadline.after(5))
+        concerns = await tier.concerns(deadline=Deadline.after(5))
+        await tier.aclose()
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert any("CONFIG SET maxmemory-policy volatile-lru" in text and "danger" in text for text in warnings)
+    assert any("too little memory" in text for text in warnings)
+    assert [concern.severity for concern in concerns][:2] == [Severity.DANGER, Severity.ADVICE]
+    assert (facts.limit_bytes, facts.eviction_policy, facts.product) == (64 << 20, "allkeys-lru", "redis")
+    assert facts.version.startswith("7.") and 0 < facts.latency_s < 1 and facts.used_bytes > 0
+
+
+async def test_facts_of_a_valkey() -> None:
+    """A Valkey says so, with its own version, and one that is set up well raises no concern."""
+    with valkey_server(("--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru")) as server:
+        tier = RedisTier.from_url(server.url)
+        (facts,) = await tier.facts(deadline=Deadline.after(5))
+        concerns = [
+            concern for concern in await tier.concerns(deadline=Deadline.after(5)) if "round trip" not in concern.text
+        ]
+        await tier.aclose()
+    assert (facts.product, facts.version.partition(".")[0]) == ("valkey", "9")
+    assert concerns == []

@@ -1,0 +1,373 @@
+"""The Redis tier behind sentinels and in a cluster, where servers are killed and frozen, and slots move."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import pytest
+from redis.exceptions import AskError
+
+from kvstore.compose import open_store
+from kvstore.errors import Unavailable
+from kvstore.format.names import format_name
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import load_settings
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.records import make_key, make_record
+from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
+from kvstore.testing.servers.redis_group import RedisGroup, ask
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.connection import Connection
+from kvstore.tiers.redis.slots import slot_of
+
+pytestmark = pytest.mark.servers
+
+LARGE_BYTES = 9 << 20
+CALL_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def sentinel() -> Iterator[RedisSentinel]:
+    with redis_sentinel() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with redis_cluster() as group:
+        yield group
+
+
+@pytest.fixture
+async def tier(request: pytest.FixtureRequest) -> AsyncIterator[RedisTier]:
+    """On the group that the test names; whatever was killed before runs again, and nothing is stored."""
+    group: RedisGroup = request.getfixturevalue(request.param)
+    await asyncio.to_thread(group.settle)
+    group.flush()
+    tier = RedisTier.from_url(group.url)
+    yield tier
+    await tier.aclose()
+
+
+on_sentinel = pytest.mark.parametrize("tier", ["sentinel"], indirect=True)
+on_cluster = pytest.mark.parametrize("tier", ["cluster"], indirect=True)
+
+
+def number_on(group: RedisCluster, server: RedisServer, first: int = 0) -> int:
+    """The number of a key that lives on `server`."""
+    return next(
+        number
+        for number in range(first, first + 10_000)
+        if group.primary_of(slot_of(format_name(make_key(number)))) is server
+    )
+
+
+@dataclass
+class Traffic:
+    """Puts and gets of ever new records, until it is told to end; each call has half a second."""
+
+    tier: Tier
+    stored: list[RecordKey] = field(default_factory=list)
+    num_refused: int = 0
+    longest_s: float = 0.0
+    ended: bool = False
+    served_s: float = 0.0
+
+    async def run(self, first: int) -> None:
+        for number in range(first, first + 1_000_000):
+            if self.ended:
+                return
+            record = make_record(number, LARGE_BYTES if number % 50 == 25 else 2000)
+            started_s = time.monotonic()
+            try:
+                await self.tier.put(record, deadline=Deadline.after(CALL_S))
+                got = await self.tier.get(record.key, deadline=Deadline.after(CALL_S))
+            except Unavailable:
+                self.num_refused += 1
+                await asyncio.sleep(0.01)
+            else:
+                # an acknowledged write that was not replicated yet is lost with its primary: a miss, never other bytes
+                assert got is None or got.data == record.data
+                self.stored.append(record.key)
+                self.served_s = time.monotonic()
+            self.longest_s = max(self.longest_s, (time.monotonic() - started_s) / 2)
+
+
+async def served_everywhere(tier: Tier, within_s: float = 25) -> None:
+    """Every part of the key space answers."""
+    give_up = Deadline.after(within_s)
+    while True:
+        try:
+            await tier.head([make_key(number) for number in range(200)], deadline=Deadline.after(1))
+            return
+        except Unavailable:
+            assert not give_up.expired, f"not served within {within_s} s"
+            await asyncio.sleep(0.02)
+
+
+async def kill_under_traffic(tier: RedisTier, group: RedisGroup, victim: RedisServer, stack: AsyncExitStack) -> None:
+    """Kill a primary while four loops put and get: nothing wrong is served, no call is late, all is served again.
+
+    The general client for scripts of others follows too.
+    """
+    before = [make_record(number, 3000) for number in range(2_000_000, 2_000_040)] + [make_record(3, LARGE_BYTES)]
+    for record in before:
+        assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
+    scripts = await stack.enter_async_context(open_control(parse_redis(group.url)))
+    names = [f"{{{number}}}:count" for number in range(10)]
+    count = scripts.register_script("return redis.call('INCR', KEYS[1])")
+    assert [await count(keys=[name]) for name in names] == [1] * 10
+    for server in group.primaries():
+        ask(server, "WAIT", 1, 2000)  # they are on a replica too
+    traffic = Traffic(tier)
+    loops = [asyncio.ensure_future(traffic.run(first)) for first in range(3_000_000, 7_000_000, 1_000_000)]
+    give_up = Deadline.after(20)
+    while len(traffic.stored) < 20:
+        assert not give_up.expired
+        await asyncio.sleep(0.02)
+    await asyncio.to_thread(victim.kill9)
+    killed_s = time.monotonic()
+    await asyncio.sleep(0.2)
+    await served_everywhere(tier)
+    back_s = time.monotonic() - killed_s
+    num_back = len(traffic.stored)
+    await asyncio.sleep(0.5)
+    traffic.ended = True
+    await asyncio.gather(*loops)
+    print(f"served again after {back_s:.1f} s, {len(traffic.stored)} stored, {traffic.num_refused} refused")
+    assert len(traffic.stored) > num_back
+    assert traffic.num_refused > 0
+    assert traffic.longest_s < CALL_S + 0.5
+    for record in before:
+        stored = await tier.get(record.key, deadline=Deadline.after(5))
+        assert stored is not None and stored.data == record.data
+    for key in traffic.stored:
+        stored = await tier.get(key, deadline=Deadline.after(5))
+        assert stored is None or stored.data == make_record(key, stored.header.payload_bytes).data
+    assert tier.num_quarantined == 0
+    assert [await count(keys=[name]) for name in names] == [2] * 10
+
+
+@on_sentinel
+async def test_a_sentinel_that_is_frozen_or_gone(tier: RedisTier, sentinel: RedisSentinel) -> None:
+    """With two of three sentinels out of order the primary is still found; of a wrong service all know nothing."""
+    first, second, _ = sentinel.sentinels
+    first.freeze()
+    second.kill9()
+    try:
+        for _ in range(3):  # whoever is asked first
+            fresh = RedisTier.from_url(sentinel.url)
+            assert await fresh.get(make_key(1), deadline=Deadline.after(3)) is None
+            await fresh.aclose()
+    finally:
+        first.thaw()
+        second.start()
+    wrong = RedisTier.from_url(sentinel.url.replace("/main/", "/other/"))
+    with pytest.raises(Unavailable, match=r"no sentinel names the primary: check .*service=other"):
+        await wrong.get(make_key(1), deadline=Deadline.after(3))
+    await wrong.aclose()
+
+
+@pytest.mark.full  # afterwards sentinels take ten seconds to come to rest
+@on_sentinel
+async def test_sentinels_primary_is_changed_by_hand(tier: RedisTier, sentinel: RedisSentinel) -> None:
+    """A planned failover, in which the old primary lives on as a replica: writes go to the new one."""
+    await tier.put(make_record(1), deadline=Deadline.after(5))
+    old = sentinel.primary()
+    async with open_control(parse_redis(sentinel.url)) as scripts:
+        await scripts.set("before", 1)
+        await change_primary(tier, sentinel, old)
+        await scripts.set("after", 1)
+        assert ask(sentinel.primary(), "EXISTS", "after") == 1
+
+
+async def change_primary(tier: RedisTier, sentinel: RedisSentinel, old: RedisServer) -> None:
+    ask(sentinel.sentinels[0], "SENTINEL", "FAILOVER", "main")
+    give_up = Deadline.after(20)
+    while sentinel.primary() is old:
+        assert not give_up.expired
+        await asyncio.sleep(0.05)
+    assert ask(old, "ROLE")[0] == b"master"  # it does not know yet, and takes writes that it will throw away
+    await asyncio.sleep(2)
+    new = sentinel.primary()
+    for number in range(10, 20):
+        assert await tier.put(make_record(number), deadline=Deadline.after(2)) is PutOutcome.STORED
+        assert ask(new, "EXISTS", format_name(make_key(number))) == 1
+    assert await tier.get(make_key(1), deadline=Deadline.after(2)) is not None
+
+
+@on_sentinel
+async def test_sentinels_primary_is_killed(tier: RedisTier, sentinel: RedisSentinel) -> None:
+    """The tier finds the primary that sentinels chose, on its own."""
+    async with AsyncExitStack() as stack:
+        await kill_under_traffic(tier, sentinel, sentinel.primary(), stack)
+
+
+@on_cluster
+async def test_a_lookup_is_one_round_trip_per_node(
+    tier: RedisTier, cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 4,096 names on three nodes is three pipelines, all sent before the first is answered."""
+    await tier.put(make_record(7), deadline=Deadline.after(5))
+    run = Connection.run
+    sent: list[tuple[str, int]] = []
+    in_flight: list[int] = [0]
+
+    async def counted(self: Connection, commands, **rest):  # type: ignore[no-untyped-def]
+        sent.append((self.address, len(commands)))
+        in_flight[0] += 1
+        most = in_flight[0]
+        try:
+            return await run(self, commands, **rest)
+        finally:
+            widest.append(most)
+            in_flight[0] -= 1
+
+    widest: list[int] = []
+    await tier.head([make_key(number) for number in range(100)], deadline=Deadline.after(5))  # connects
+    monkeypatch.setattr(Connection, "run", counted)
+    sizes = await tier.head([make_key(number) for number in range(4096)], deadline=Deadline.after(5))
+    assert [index for index, size in enumerate(sizes) if size is not None] == [7]
+    assert len(sent) == len({address for address, _ in sent}) == 3
+    assert sum(count for _, count in sent) == 4096
+    assert max(widest) == 3
+
+
+@on_cluster
+async def test_facts_of_every_primary(tier: RedisTier, cluster: RedisCluster) -> None:
+    """What operators ask for is told by each node that holds records."""
+    facts = await tier.facts(deadline=Deadline.after(5))
+    assert {server.address for server in facts} == {f"127.0.0.1:{server.port}" for server in cluster.primaries()}
+    assert all(server.role == "master" and server.num_replicas == 1 for server in facts)
+
+
+@on_cluster
+async def test_a_slot_moves(tier: RedisTier, cluster: RedisCluster) -> None:
+    """While a slot moves, records on both sides are found and new ones stored; afterwards the tier knows the way."""
+    slot = slot_of(format_name(make_key(1)))
+    source = cluster.primary_of(slot)
+    target = next(server for server in cluster.primaries() if server is not source)
+    source_id, target_id = (ask(server, "CLUSTER", "MYID").decode() for server in (source, target))
+    moved, stays, new, large = (
+        make_record(make_key(1, group=group), 2000 if group < 3 else LARGE_BYTES) for group in range(4)
+    )
+    for record in (moved, stays):
+        assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
+    ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+    ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+    ask(source, "MIGRATE", "127.0.0.1", target.port, format_name(moved.key), 0, 5000)
+    for record in (new, large):
+        assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
+        with pytest.raises(AskError):  # the source does not have it
+            ask(source, "EXISTS", format_name(record.key))
+    records = (moved, stays, new, large)
+    for has_moved in (False, True):
+        sizes = await tier.head([record.key for record in records], deadline=Deadline.after(5))
+        assert sizes == [moved.num_bytes, stays.num_bytes, new.num_bytes, 0]
+        for record in records:
+            stored = await tier.get(record.key, deadline=Deadline.after(5))
+            assert stored is not None and stored.data == record.data
+        if not has_moved:
+            ask(source, "MIGRATE", "127.0.0.1", target.port, format_name(stays.key), 0, 5000)
+            for server in (target, source, *cluster.primaries()):  # from now on: MOVED
+                ask(server, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
+    for record in records:
+        assert await tier.delete(record.key, deadline=Deadline.after(5))
+
+
+async def test_forms_that_are_mixed_up(sentinel: RedisSentinel, cluster: RedisCluster) -> None:
+    """A cluster as if it were one server, and one server as if it were a cluster: the message names the right form."""
+    await asyncio.to_thread(cluster.settle)
+    lone = cluster.primaries()[0]
+    number = next(n for n in range(1000) if cluster.primary_of(slot_of(format_name(make_key(n)))) is not lone)
+    for url, advice in (
+        (f"redis://127.0.0.1:{lone.port}", r"use redis\+cluster://"),
+        (f"redis+cluster://127.0.0.1:{sentinel.primary().port}", r"no cluster: use redis://"),
+        (f"redis+sentinel://127.0.0.1:{sentinel.primary().port}/main", "no sentinel names the primary"),
+    ):
+        tier = RedisTier.from_url(url)
+        with pytest.raises(Unavailable, match=advice):
+            await tier.get(make_key(number), deadline=Deadline.after(3))
+        await tier.aclose()
+
+
+@pytest.mark.parametrize("form", ["sentinel", "cluster"])
+async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> None:
+    """What one store saved with nothing but this Redis behind it another resumes; with catalog and pending queue."""
+    group: RedisGroup = request.getfixturevalue(form)
+    settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": group.url})
+    prompt = Prompt(ATTENTION, f"behind {form}", 128)
+    async with open_store(settings) as store:
+        await store.open_namespace(prompt.description, deadline=Deadline.after(10))
+        for record in prompt.records():
+            await store.save(record, deadline=Deadline.after(10))
+        await store.drain(Deadline.after(10))
+    async with open_store(settings) as store:
+        await store.open_namespace(prompt.description, deadline=Deadline.after(10))
+        staged = await store.stage(prompt.query(), deadline=Deadline.after(10))
+        assert staged.resume_tokens == 128
+
+
+@on_cluster
+async def test_a_frozen_node_costs_one_deadline(tier: RedisTier, cluster: RedisCluster) -> None:
+    """A node that hangs costs one call its deadline; then its keys are refused at once, and others go on all along."""
+    frozen = cluster.primary_of(0)
+    alive = next(server for server in cluster.primaries() if server is not frozen)
+    here, there = make_record(number_on(cluster, frozen)), make_record(number_on(cluster, alive))
+    for record in (here, there):
+        assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
+    frozen.freeze()
+    try:
+        started_s = time.monotonic()
+        with pytest.raises(Unavailable, match="did not answer before the deadline"):
+            await tier.get(here.key, deadline=Deadline.after(0.6))
+        assert time.monotonic() - started_s < 1
+        started_s = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(Unavailable, match=f"left alone.*127.0.0.1:{frozen.port}"):
+                await tier.get(here.key, deadline=Deadline.after(5))
+            stored = await tier.get(there.key, deadline=Deadline.after(5))
+            assert stored is not None and stored.data == there.data
+        assert time.monotonic() - started_s < 0.5
+        await served_everywhere(tier)  # by its replica
+    finally:
+        frozen.thaw()
+    stored = await tier.get(here.key, deadline=Deadline.after(5))
+    assert stored is not None and stored.data == here.data
+
+
+@on_cluster
+async def test_a_primary_of_a_cluster_is_killed(tier: RedisTier, cluster: RedisCluster) -> None:
+    """Its replica takes its slots over, and the tier follows."""
+    async with AsyncExitStack() as stack:
+        await kill_under_traffic(tier, cluster, cluster.primary_of(0), stack)
+
+
+@pytest.mark.full  # three servers and three sentinels more
+async def test_servers_and_sentinels_that_ask_for_a_login() -> None:
+    """One user and password for both with `sentinel_login=same`; without it sentinels say what is missing."""
+    with redis_sentinel() as group:
+        for server in group.servers:
+            ask(server, "CONFIG", "SET", "masterauth", "hunter2")
+            ask(server, "CONFIG", "SET", "requirepass", "hunter2")
+        for sentinel in group.sentinels:
+            ask(sentinel, "SENTINEL", "SET", "main", "auth-pass", "hunter2")
+            ask(sentinel, "ACL", "SETUSER", "default", ">hunter2", "on", "resetpass", ">hunter2")
+        url = group.url.replace("://", "://:hunter2@")
+        without = RedisTier.from_url(url)
+        with pytest.raises(Unavailable, match=r"sentinel_login=same"):
+            await without.get(make_key(1), deadline=Deadline.after(3))
+        await without.aclose()
+        tier = RedisTier.from_url(f"{url}?sentinel_login=same")
+        assert await tier.put(make_record(1), deadline=Deadline.after(3)) is PutOutcome.STORED
+        assert await tier.get(make_key(1), deadline=Deadline.after(3)) is not None
+        await tier.aclose()
+        async with open_control(parse_redis(f"{url}?sentinel_login=same")) as scripts:
+            assert await scripts.exists(format_name(make_key(1))) == 1

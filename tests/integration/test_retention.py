@@ -1,0 +1,111 @@
+"""A real service's store with a bound on its cold tier, and the leases of owners, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.api import Ack
+from kvstore.catalog.entry import Level
+from kvstore.catalog.ownership_redis import RedisOwnership
+from kvstore.compose import open_catalog, open_store, open_tier
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import PrefixHash
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import load_settings
+from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.servers import RedisServer
+
+pytestmark = pytest.mark.servers
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+@pytest.fixture
+async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
+    client = Redis(host=shared_redis.host, port=shared_redis.port)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+async def test_a_lease_has_one_owner_and_ends_by_itself(client: Redis) -> None:
+    """The second owner gets it when the first gives it back, or falls silent."""
+    first, second = RedisOwnership(client, lease_s=0.3), RedisOwnership(client, lease_s=0.3)
+    assert await first.hold("a", deadline=soon())
+    assert await first.hold("a", deadline=soon())
+    assert not await second.hold("a", deadline=soon())
+    assert await second.hold("b", deadline=soon())
+    await second.release("a", deadline=soon())  # not its own: nothing happens
+    assert not await second.hold("a", deadline=soon())
+    await first.release("a", deadline=soon())
+    assert await second.hold("a", deadline=soon())
+    await asyncio.sleep(0.4)
+    assert await first.hold("a", deadline=soon())
+
+
+async def test_a_redis_that_is_not_there_is_unavailable() -> None:
+    """Nobody owns anything then."""
+    client = Redis(host="127.0.0.1", port=1)
+    with pytest.raises(Unavailable, match="lease"):
+        await RedisOwnership(client, lease_s=1.0).hold("a", deadline=soon())
+    await client.aclose()
+
+
+async def test_ten_times_the_budget_is_written_and_the_budget_holds(
+    client: Redis, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    """The cold tier ends within its budget, catalog and a scan agree, what was pinned is there, and every prefix that
+    is left is whole: no boundary without one of its records or the boundary below.
+    """
+    prompts = [Prompt(HYBRID, f"prompt {number}", 300) for number in range(30)]
+    prompt_bytes = sum(record.num_bytes for record in prompts[0].records())
+    budget = 3 * prompt_bytes
+    settings = load_settings(
+        {
+            **{"memory_bytes": "64MiB", "hot": shared_redis.url, "cold": f"file://{tmp_path}/records"},
+            **{"disk_bytes": "1GiB", "cold_bytes": budget},
+        }
+    )
+    namespace = prompts[0].namespace
+    async with open_store(settings) as store, open_catalog(settings) as catalog:
+        description = prompts[0].description
+        await catalog.register(namespace, description.layout(), description.tenant, deadline=soon())
+        for prompt in prompts:
+            await store.open_namespace(prompt.description, deadline=soon())
+            await store.lookup(prompt.query(), deadline=soon())
+            for record in prompt.records():
+                await store.save(record, ack=Ack.COLD, deadline=soon())
+            if prompt is prompts[0]:
+                last = PrefixHash(prompt.query().boundaries[-1].prefix)
+                assert await catalog.pin(namespace, [last], 1 << 31, deadline=soon()) == 1
+
+        async def used() -> int:
+            return (await catalog.totals(deadline=soon()))[namespace].levels[Level.COLD].num_bytes
+
+        async with asyncio.timeout(30):
+            while await used() > budget:
+                await asyncio.sleep(0.1)
+        entries = {entry.prefix: entry async for entry in catalog.iterate(namespace)}
+        cold = {prefix: entry for prefix, entry in entries.items() if entry.num_bytes(Level.COLD)}
+        held = await used()
+    for entry in cold.values():
+        assert entry.num_records(Level.COLD) == entries[last].num_records(Level.COLD)
+        assert entry.parent is None or entry.parent in cold
+    assert last in cold
+    async with open_tier(settings.cold, settings) as tier:
+        assert sum([entry.num_bytes async for entry in tier.scan()]) == held
+
+
+async def test_a_bound_without_a_catalog_is_refused(tmp_path: Path) -> None:
+    """Without a Redis nobody keeps the books of a shared tier: the setting says what to do instead."""
+    settings = load_settings({"memory_bytes": "64MiB", "cold": f"file://{tmp_path}/records", "cold_bytes": "1GiB"})
+    with pytest.raises(InvalidRequest, match="disk_bytes"):
+        async with open_store(settings):
+            pass

@@ -1,0 +1,190 @@
+"""Which hits are computed instead, what is then compared, and that no lease outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.jobs import AuditJob, RankReport
+from connector.scheduler.audits import is_sampled
+from connector.scheduler.side import StepFacts
+from kvstore.model.keys import PrefixHash
+from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.support import eventually
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path, audit_rate=1.0) as made:
+        yield made
+
+
+def compute(made: World, request_id: str, start: int, stop: int, *, table: int = 100) -> tuple[AuditJob, ...]:
+    """One step that computes some of a request, whose block `i` has the id `table + i`; the records to compare."""
+    tables = {request_id: [tuple(range(table, table + 64))]}
+    jobs = made.side.plan_step(StepFacts({request_id: stop}, tables, computed_tokens={request_id: start}))
+    return jobs.audit.records
+
+
+def done(made: World, *jobs: AuditJob) -> None:
+    made.side.on_rank_report(RankReport(audits_done={job.audit_id: 1 for job in jobs}))
+
+
+def spans(jobs: tuple[AuditJob, ...]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """By piece of slice 0: blocks of the record, the first one compared, and where that and the others stand."""
+    pieces = [piece for job in jobs for piece in job.pieces if piece.key.slice == 0]
+    return [(piece.span_blocks, piece.first_block, piece.block_ids[0]) for piece in pieces]
+
+
+def test_the_first_hit_is_computed_and_compared(audited: World) -> None:
+    """Two pages and a tail are stored: the request computes them, each is compared when it is final, the lease ends."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    assert audited.ask("r") == 0
+    assert audited.store.num_leases == 1
+    first = compute(audited, "r", 0, 70)
+    assert spans(first) == [(4, 0, (100, 101, 102, 103))]
+    rest = compute(audited, "r", 70, 170)
+    assert spans(rest) == [(4, 0, (104, 105, 106, 107)), (2, 0, (108, 109))]
+    assert audited.store.num_leases == 1
+    done(audited, *first, *rest)
+    audited.no_leases()
+
+
+def test_the_second_hit_is_loaded_and_read_back(audited: World) -> None:
+    """Once is enough: the next request resumes, and its blocks are read back in its first forward only."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    done(audited, *compute(audited, "r", 0, 170))
+    audited.side.on_finished("r")
+    audited.new("s", 170, "a")
+    assert audited.ask("s") == 160
+    (load,) = audited.admit("s", 160).loads
+    assert load.audited
+    audited.finished("s")
+    jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
+    assert jobs.audit.read_backs == ("s",)
+    assert audited.step({"s": 171}).audit.read_backs == ()
+
+
+def test_only_the_part_from_the_first_unaudited_record_on_is_computed(audited: World) -> None:
+    """With the first page audited a longer prompt resumes at its end and computes the rest."""
+    audited.keep("a", 70)
+    audited.new("r", 70, "a")
+    audited.ask("r")
+    done(audited, *compute(audited, "r", 0, 70))
+    audited.side.on_finished("r")
+    audited.keep("a", 170)
+    audited.new("s", 170, "a")
+    assert audited.ask("s") == 64
+    audited.admit("s", 64)
+    audited.finished("s")
+    jobs = compute(audited, "s", 64, 170)
+    assert spans(jobs) == [(4, 0, (104, 105, 106, 107)), (2, 0, (108, 109))]
+    done(audited, *jobs)
+
+
+def test_what_the_engine_has_itself_is_not_compared(audited: World) -> None:
+    """With 96 tokens of its own only the blocks behind them are compared."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    assert audited.ask("r", 96) == 0
+    jobs = compute(audited, "r", 96, 170)
+    assert spans(jobs) == [(4, 2, (106, 107)), (2, 0, (108, 109))]
+    done(audited, *jobs)
+
+
+def test_a_preempted_request_leaves_the_rest_to_another(audited: World) -> None:
+    """What it had not computed is audited by the next request; it takes its own hit and computes no second time."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    done(audited, *compute(audited, "r", 0, 70))
+    audited.step(preempted=("r",))
+    audited.no_leases()
+    assert audited.ask("r") == 160
+    audited.side.on_finished("r")
+    audited.new("s", 170, "a")
+    assert audited.ask("s") == 64
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_request_that_ends_before_it_has_computed(audited: World, computes: bool) -> None:
+    """Its lease ends with it, or with the last answer of the ranks; the engine steps on that long."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    jobs = compute(audited, "r", 0, 70) if computes else ()
+    audited.side.on_finished("r")
+    assert audited.side.has_pending_saves == computes
+    done(audited, *jobs)
+    assert not audited.side.has_pending_saves
+    audited.no_leases()
+    audited.new("s", 170, "a")
+    assert audited.ask("s") == (64 if computes else 0)
+
+
+def test_blocks_that_are_gone_are_not_read_back(audited: World) -> None:
+    """A load whose request is preempted before its first forward is forgotten by the ranks."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    done(audited, *compute(audited, "r", 0, 170))
+    audited.new("s", 170, "a")
+    audited.ask("s")
+    audited.admit("s", 160)
+    audited.finished("s")
+    assert audited.step(preempted=("s",)).audit.gone == ("s",)
+    assert audited.step({"s": 170}).audit.read_backs == ()
+
+
+def test_a_load_that_is_newer_than_the_news_of_a_preemption_is_read_back(audited: World) -> None:
+    """vLLM tells of a preemption in the step in which the request may have been given blocks again."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    done(audited, *compute(audited, "r", 0, 170))
+    audited.new("s", 170, "a")
+    audited.ask("s")
+    audited.side.on_allocated("s", [list(range(1, 13))], 160)
+    assert audited.step(preempted=("s",)).audit.gone == ()
+    audited.finished("s")
+    jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
+    assert jobs.audit.read_backs == ("s",)
+
+
+def test_leases_are_renewed_while_the_engine_computes(audited: World) -> None:
+    """However long the pages take, their records stay readable."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    assert audited.side._audits is not None
+    ((audit,),) = audited.side._audits._audits.values()
+    audit.renewed_s -= audit.lease_s / 2
+    before = audited.store.calls["renew"]
+    compute(audited, "r", 0, 10)
+    eventually(lambda: audited.store.calls["renew"] == before + 1)
+
+
+def test_without_a_rate_nothing_is_audited(tmp_path: Path) -> None:
+    """A hit is a hit, and steps carry no audit."""
+    with world(tmp_path) as made:
+        made.keep("a", 170)
+        made.new("r", 170, "a")
+        assert made.ask("r") == 160
+        (load,) = made.admit("r", 160).loads
+        assert not load.audited
+
+
+def test_the_share_is_a_share_and_grows_by_adding() -> None:
+    """A tenth is about a tenth; what it takes, a half takes too; one takes all, nothing takes none."""
+    prefixes = [PrefixHash(number.to_bytes(2, "big") * 16) for number in range(1, 4000)]
+    tenth = {prefix for prefix in prefixes if is_sampled(prefix, 0.1)}
+    half = {prefix for prefix in prefixes if is_sampled(prefix, 0.5)}
+    assert tenth < half
+    assert 0.05 < len(tenth) / len(prefixes) < 0.15
+    assert all(is_sampled(prefix, 1.0) for prefix in prefixes)
+    assert not any(is_sampled(prefix, 0.0) for prefix in prefixes)

@@ -1,0 +1,89 @@
+"""The order that copies keep between the engine's kernels, the ring and host memory, on streams that run late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.connector.stream_world import Engine, SimulatedEvent, SimulatedStreams, WrongBytes
+
+SEEDS = range(150)
+STEPS = 60
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
+def test_no_order_of_streams_shows_wrong_bytes(element_bytes: int) -> None:
+    """Saves, loads and kernels on the same blocks: every page, every kernel and every block sees what it should."""
+    engines = []
+    for seed in SEEDS:
+        engine = Engine(seed, element_bytes=element_bytes)
+        assert engine.width == element_bytes
+        engine.run(STEPS)
+        engines.append(engine)
+    # the runs were no easy ones: saves that found the ring full, and many that did not
+    assert sum(engine.num_refused for engine in engines) > 50
+    assert sum(engine.num_saved for engine in engines) > 500
+    assert sum(engine.num_loaded for engine in engines) > 500
+
+
+def test_the_engine_never_waits_for_the_device() -> None:
+    """With a device that does nothing at all, gathers and fences return; saves are refused once the ring is full."""
+    streams = SimulatedStreams(0)
+    streams.eagerness = 0.0
+    engine = Engine(0, streams)
+    for _ in range(12):
+        engine.write()
+        engine.start_load()
+        engine.save()
+    assert engine.num_refused > 0 and len(engine.saves) > 1
+    engine.run(0)
+
+
+def without_drain_order(streams: SimulatedStreams) -> None:
+    drain = streams.all[1]
+    drain.wait = lambda event: None  # type: ignore[method-assign]
+
+
+def without_fence(streams: SimulatedStreams) -> None:
+    for lane in streams.all[2:]:
+        lane.wait = lambda event: None  # type: ignore[method-assign]
+
+
+def without_slot_order(streams: SimulatedStreams) -> None:
+    SimulatedEvent.is_done = lambda self: True  # type: ignore[method-assign]
+
+
+def without_waiting_on_the_host(streams: SimulatedStreams) -> None:
+    SimulatedEvent.wait = lambda self: None  # type: ignore[method-assign]
+
+
+def with_the_gather_beside_the_compute_stream(streams: SimulatedStreams) -> None:
+    aside = streams.side()
+    streams.compute = lambda: aside  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        without_drain_order,
+        without_fence,
+        without_slot_order,
+        without_waiting_on_the_host,
+        with_the_gather_beside_the_compute_stream,
+    ],
+    ids=lambda broken: broken.__name__,
+)
+def test_every_order_is_needed(broken: Callable[[SimulatedStreams], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one order away, and the simulation finds wrong bytes: it would have found them in our code as well."""
+    monkeypatch.setattr(SimulatedEvent, "is_done", SimulatedEvent.is_done)  # undone after the test
+    monkeypatch.setattr(SimulatedEvent, "wait", SimulatedEvent.wait)
+    found = 0
+    for seed in SEEDS:
+        engine = Engine(seed)
+        broken(engine.streams)
+        try:
+            engine.run(STEPS)
+        except WrongBytes:
+            found += 1
+    assert found > 0

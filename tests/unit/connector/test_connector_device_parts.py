@@ -1,0 +1,195 @@
+"""What the copiers are made of: folded runs, rows, the ring, planes, and what each of them refuses."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.canonical.attention import AttentionPages
+from connector.canonical.runs import BlockRun, LayerGeometry
+from connector.canonical.slices import HeadGrid
+from connector.device.base import PageGather
+from connector.device.choose import open_device
+from connector.device.copy import Ring, StreamDevice
+from connector.device.cpu import CpuDevice
+from connector.device.kernels import join_planes, split_planes
+from connector.device.rows import CacheGeometry, plan_rows
+from connector.device.streams import InlineStreams
+from connector.device.strips import LayerPlace, Strip, fold_runs
+from kvstore.errors import InternalError, InvalidRequest
+
+LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]
+
+
+def pieces(strip: Strip) -> list[tuple[int, int, int]]:
+    """(byte in the cache, byte in the page, bytes) of every piece of block 0."""
+    found = []
+    for index in product(*map(range, strip.counts)):
+        here = strip.layer.start + strip.offset + sum(i * s for i, s in zip(index, strip.strides, strict=True))
+        there = strip.page_offset + sum(i * s for i, s in zip(index, strip.page_strides, strict=True))
+        found.append((here, there, strip.num_bytes))
+    return found
+
+
+@given(
+    st.lists(
+        st.builds(
+            BlockRun,
+            layer=st.integers(0, 4),
+            block_offset=st.sampled_from([0, 8, 16]),
+            num_bytes=st.sampled_from([8, 16]),
+            page_offset=st.sampled_from([0, 8, 16, 64]),
+            page_block_stride=st.just(32),
+            repeat=st.integers(1, 3),
+            block_stride=st.sampled_from([0, 24]),
+            page_stride=st.sampled_from([0, 24]),
+        ),
+        max_size=12,
+    )
+)
+def test_folding_changes_no_copy(runs: list[BlockRun]) -> None:
+    """However runs follow each other, their strips mean the same pieces in the same order."""
+    wanted = [
+        (LAYERS[run.layer].start + run.block_offset + r * run.block_stride, run.page_offset + r * run.page_stride)
+        for run in runs
+        for r in range(run.repeat)
+    ]
+    assert [piece[:2] for strip in fold_runs(runs, LAYERS) for piece in pieces(strip)] == wanted
+
+
+@pytest.mark.parametrize("heads_per_slice", [1, 2])
+@pytest.mark.parametrize("token_stride", [32, 128])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_slice_is_one_strip(heads_per_slice: int, token_stride: int, parts: int) -> None:
+    """In every layout of a model's cache a slice folds into one view, so that its copy costs what its bytes cost."""
+    geometry = LayerGeometry(parts, 4096, 4, 1024 if token_stride == 32 else 32, 16, token_stride, 32)
+    grid = HeadGrid(4, 4 // heads_per_slice)
+    runs = AttentionPages(grid=grid, first_slice=0, layers=[geometry] * 5).runs(1, 3)
+    assert len(runs) == 5 * heads_per_slice * parts
+    assert len(fold_runs(runs, LAYERS)) == 1
+
+
+def test_layers_elsewhere_do_not_fold() -> None:
+    """Layers of other tables or allocations, or at uneven distances, stay apart."""
+    runs = [BlockRun(layer, 0, 8, 8 * layer, 32) for layer in range(3)]
+    assert len(fold_runs(runs, LAYERS)) == 1
+    for odd in (LayerPlace(0, 1000, 96, 1), LayerPlace(1, 1000, 96, 0), LayerPlace(0, 1000, 64, 0)):
+        assert len(fold_runs(runs, [LAYERS[0], odd, LAYERS[2]])) == 3
+    assert len(fold_runs(runs, [LAYERS[0], LayerPlace(0, 1001, 96, 0), LAYERS[2]])) == 2
+
+
+def test_runs_that_do_not_fill_the_page() -> None:
+    """Runs with a gap, an overlap or half a block are refused before the device is told a row that is none."""
+    geometry = CacheGeometry((0,), (64,), (0,))
+    whole = [BlockRun(0, 0, 16, 0, 32), BlockRun(0, 16, 16, 16, 32)]
+    assert plan_rows(geometry, whole, 96)[0].num_blocks == 3
+    for runs, page_bytes in (
+        (whole, 80),
+        (whole, 0),
+        ([whole[0], BlockRun(0, 16, 16, 0, 32)], 96),
+        ([whole[0], BlockRun(0, 16, 16, 32, 32)], 64),
+    ):
+        with pytest.raises(InternalError):
+            plan_rows(geometry, runs, page_bytes)
+
+
+class Later:
+    """An event that a test lets happen."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def is_done(self) -> bool:
+        return self.happened
+
+    def wait(self) -> None:
+        raise AssertionError("nobody waits for a slot")
+
+
+@given(st.lists(st.integers(0, 1535), max_size=80))
+def test_slots_never_overlap(steps: list[int]) -> None:
+    """Slots in use share no byte; as long as they sum up to no more than the ring less one slot, there is room."""
+    budget_bytes, slot_bytes_max = 4096, 1536
+    ring, in_use = Ring(budget_bytes + slot_bytes_max), []
+    for step in steps:
+        if step < 500 and in_use:
+            in_use.pop(0)[2].happened = True  # they end in the order they began
+            continue
+        num_bytes = step + 1
+        start = ring.take(num_bytes)
+        if start is None:
+            assert sum(map(in_ring, [num_bytes, *(n for _, n, _ in in_use)])) > budget_bytes
+            continue
+        assert start % 512 == 0 and start + num_bytes <= ring.num_bytes
+        assert all(start + num_bytes <= s or s + n <= start for s, n, _ in in_use)
+        in_use.append((start, num_bytes, Later()))
+        ring.fill(*in_use[-1])
+    for _, _, event in in_use:
+        event.happened = True
+    assert ring.take(ring.num_bytes) == 0
+    assert ring.take(ring.num_bytes + 1) is None
+
+
+def in_ring(num_bytes: int) -> int:
+    """Slots begin on multiples of 512."""
+    return -(-num_bytes // 512) * 512
+
+
+@given(st.integers(1, 3), st.integers(0, 20), st.sampled_from([2, 4]))
+def test_planes(num_pages: int, num_elements: int, width: int) -> None:
+    """Each page's bytes by their place in the element, the highest first; joining is the inverse."""
+    size = num_elements * width
+    source = torch.randint(0, 256, (num_pages * size,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    split_planes(source, num_pages, width, target)
+    for page, planes in zip(source.view(num_pages, -1), target.view(num_pages, -1), strict=True):
+        assert planes.tolist() == [byte for plane in reversed(range(width)) for byte in page[plane::width].tolist()]
+        joined = torch.zeros_like(page)
+        join_planes(planes, width, joined)
+        assert torch.equal(joined, page)
+
+
+def test_caches_of_inference_mode() -> None:
+    """vLLM makes its caches in inference mode; a codec thread, which is not in it, writes to them all the same."""
+    with torch.inference_mode():
+        cache = torch.randint(0, 256, (4, 6, 32), dtype=torch.uint8)
+        layers = list(cache[:2])
+        device = StreamDevice(InlineStreams(), ring_bytes=1024, page_bytes_max=256, num_lanes=1)
+    copier = device.copier(layers, [0, 0], 2)
+    runs = [BlockRun(layer, 0, 32, 64 * layer, 32) for layer in range(2)]
+    page = device.host_memory(128)
+    [ticket] = copier.gather_all([PageGather(runs, [[3, 5]], page)])
+    assert ticket is not None
+    ticket.wait()
+    copier.scatter(runs, [[2, 1]], page, 0, device.fence())
+    assert torch.equal(cache[:2, 2], cache[:2, 3])
+    assert torch.equal(cache[:2, 1], cache[:2, 5])
+
+
+def test_pages_that_do_not_fit_the_device() -> None:
+    """A page larger than the device was told, tables of another length, and layers of two allocations are errors."""
+    memory = torch.zeros(2, 9, 512, dtype=torch.uint8)
+    device = StreamDevice(InlineStreams(), ring_bytes=512, page_bytes_max=512, num_lanes=1)
+    copier = device.copier(list(memory), [0, 0], 1)
+    runs = [BlockRun(layer, 0, 512, 1024 * layer, 512) for layer in range(2)]
+    with pytest.raises(InternalError):
+        copier.gather_all([PageGather(runs, [[1, 2]], device.host_memory(2048))])
+    with pytest.raises(InternalError):
+        copier.gather_all([PageGather(runs, [[1, 2, 3]], device.host_memory(2048))])
+    with pytest.raises(InternalError):
+        copier.scatter(runs, [[1, 2]], device.host_memory(2048), 0, device.fence())
+    with pytest.raises(InternalError):
+        copier.scatter(runs, [[1, 2]], device.host_memory(2048), 1, device.fence())
+    with pytest.raises(InvalidRequest):
+        device.copier([memory[0], torch.zeros(9, 512, dtype=torch.uint8)], [0, 0], 1)
+
+
+def test_the_device_of_a_cache() -> None:
+    """Host memory has its copier, a GPU the one with streams; whatever else there may be is refused by name."""
+    assert isinstance(open_device(torch.device("cpu"), ring_bytes=1, page_bytes_max=1, num_lanes=1), CpuDevice)
+    with pytest.raises(InvalidRequest, match="meta"):
+        open_device(torch.device("meta"), ring_bytes=1, page_bytes_max=1, num_lanes=1)

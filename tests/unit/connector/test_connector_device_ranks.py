@@ -1,0 +1,136 @@
+"""Whole ranks on a device with streams: blocks to records and back, with the processor's ranks as the measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from connector.device.base import Device
+from connector.device.copy import StreamDevice
+from connector.device.streams import InlineStreams, Streams
+from kvstore.codec import PLANES2, PLANES4
+from tests.unit.connector.device_contract import LAYOUTS
+from tests.unit.connector.rank_world import NUM_BLOCKS, SOURCE, TARGET, Make, Rank, ranks_on
+from tests.unit.connector.stream_world import SimulatedStreams
+from tests.unit.connector.support import LoopBridge, bridge_to_memory
+
+ALL = tuple(range(NUM_BLOCKS))
+UseStreams = Callable[[Streams], None]
+
+
+@pytest.fixture
+def bridge() -> Iterator[LoopBridge]:
+    with bridge_to_memory() as made:
+        yield made
+
+
+@pytest.fixture
+def rank(bridge: LoopBridge) -> Iterator[Make]:
+    with ranks_on(bridge) as make:
+        yield make
+
+
+@pytest.fixture
+def use_streams(monkeypatch: pytest.MonkeyPatch) -> UseStreams:
+    """Let ranks that are made from now on have a device with these streams."""
+
+    def use(streams: Streams) -> None:
+        def open_device(where: torch.device, **sizes: Any) -> Device:
+            return StreamDevice(streams, **sizes)
+
+        monkeypatch.setattr("connector.worker.side.open_device", open_device)
+
+    return use
+
+
+def fill(rank: Rank) -> Rank:
+    """Content as activations have it, so that the codec finds something to compress."""
+    generator = torch.Generator().manual_seed(3)
+    for layer in rank.layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    return rank
+
+
+def payloads(bridge: LoopBridge) -> dict[Any, tuple[int, bytes]]:
+    """By key the chain and the payload of all stored records."""
+    slots = bridge.store.inner._memory._slots.values()
+    return {slot.record.header.key: (slot.record.header.codec_chain, bytes(slot.record.payload)) for slot in slots}
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_records_are_the_processors(
+    rank: Make, bridge: LoopBridge, use_streams: UseStreams, layout: str, element_bytes: int
+) -> None:
+    """A device that splits elements saves the very bytes that the processor's copier saves, and loads these."""
+    source = fill(rank(layout=layout, element_bytes=element_bytes))
+    source.save()
+    expected = payloads(bridge)
+    assert {chain for chain, _ in expected.values()} == {{2: PLANES2, 4: PLANES4}[element_bytes]}
+
+    use_streams(InlineStreams())
+    target = rank(layout=layout, element_bytes=element_bytes, seed=2)
+    assert target.side.groups[0].copier.plane_width == element_bytes
+    wanted = target.blocks(ALL)
+    wanted[:, list(TARGET)] = source.blocks(SOURCE)
+    target.side.start_loads(target.load_job(target.stage()))
+    assert target.result() == ({"r"}, set())
+    assert torch.equal(target.blocks(ALL), wanted)
+
+    for slot in list(bridge.store.inner._memory._slots):
+        del bridge.store.inner._memory._slots[slot]
+    fill(rank(layout=layout, element_bytes=element_bytes)).save()
+    assert payloads(bridge) == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_late_device(rank: Make, use_streams: UseStreams, seed: int) -> None:
+    """With streams that run whenever they like, saved and restored bytes are right, and all is reported."""
+    streams = SimulatedStreams(seed)
+    use_streams(streams)
+    source = fill(rank(element_bytes=2))
+    kept = source.blocks(SOURCE)
+    source.side.save(source.jobs())
+    for layer in source.layers:
+        streams.computing.run(lambda layer=layer: layer.index_fill_(0, torch.tensor(SOURCE), 0))  # type: ignore[misc]
+    assert source.side.saver is not None
+    assert source.side.saver.drain(10)
+    report = source.side.take_report()
+    assert report is not None
+    assert (report.saves_done, report.saves_failed) == ({0: 1, 1: 1, 2: 1}, set())
+    streams.run_all()
+    assert not source.blocks(SOURCE).any()
+
+    target = rank(element_bytes=2, seed=2)
+    expected = target.blocks(ALL)
+    expected[:, list(TARGET)] = kept
+    target.side.start_loads(target.load_job(target.stage()))
+    assert target.result() == ({"r"}, set())
+    streams.run_all()
+    assert torch.equal(target.blocks(ALL), expected)
+
+
+def test_a_ring_that_is_full(rank: Make, use_streams: UseStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the device gets nothing done, saves that find no slot fail at once; the rest arrive when it goes on."""
+    streams = SimulatedStreams(0)
+    streams.eagerness = 0.0
+    monkeypatch.setattr(
+        "connector.worker.side.open_device",
+        lambda where, page_bytes_max, num_lanes, **_: StreamDevice(
+            streams, ring_bytes=2 * page_bytes_max, page_bytes_max=page_bytes_max, num_lanes=num_lanes
+        ),
+    )
+    source = fill(rank(element_bytes=2))
+    source.side.save(source.jobs())
+    assert source.side.saver is not None
+    refused = source.meters.get("connector_saves", outcome="no_room")
+    assert refused > 0
+    assert source.side.saver.drain(10)
+    report = source.side.take_report()
+    assert report is not None
+    assert set(report.saves_done) == {0, 1, 2}
+    assert report.saves_failed
+    assert source.meters.get("connector_saves", outcome="stored") == 12 - refused > 0

@@ -1,0 +1,106 @@
+"""What is read of an engine on a GPU: which backends' blocks are tokens in order, and what their pages depend on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connector.facts import EngineFacts
+from connector.identity import describe_namespace, read_shape
+from connector.vllm_facts import read_facts
+from kvstore.model.kinds import FullAttention, Latent, Recurrent
+from tests.unit.connector import test_connector_vllm_facts as engines
+from tests.unit.connector.test_connector_vllm_facts import MAMBA, full, group, mla, window
+
+
+def platform(name: str) -> SimpleNamespace:
+    """What vLLM tells of a machine."""
+    return SimpleNamespace(device_type="cuda", device_name=name, is_cpu=lambda: False, is_cuda=lambda: name == "cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.vllm_facts.current_platform", platform("cuda"))
+
+
+def facts(monkeypatch: pytest.MonkeyPatch, backends: dict[int, str], *groups: Any, **changes: Any) -> EngineFacts:
+    """An engine whose layers, by number, have these attention backends."""
+
+    def layer(backend: str) -> SimpleNamespace:
+        return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+
+    context = {f"model.layers.{number}.attn": layer(backend) for number, backend in backends.items()}
+
+    def read(config: Any, kv: Any) -> EngineFacts:
+        config.compilation_config = SimpleNamespace(static_forward_context=context)
+        return read_facts(config, kv)
+
+    monkeypatch.setattr(engines, "read_facts", read)
+    return engines.facts(*groups, **changes)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_block_size_and_backend_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines with other block sizes and other backends that keep tokens in order share one namespace."""
+    one = facts(monkeypatch, {0: "FLASH_ATTN", 1: "FLASH_ATTN"}, group(full(block_size=16), 0, 1))
+    other = facts(monkeypatch, {0: "FLASHINFER", 1: "TRITON_ATTN"}, group(full(block_size=64), 0, 1))
+    assert (one.unsupported, other.unsupported) == (None, None)
+    assert [group.kind for group in one.groups] == [group.kind for group in other.groups] == [FullAttention()]
+    assert (one.device, other.groups[0].block_tokens) == ("cuda", 64)
+    names = [describe_namespace(read, read_shape(read), "w").id for read in (one, other)]  # type: ignore[arg-type]
+    assert names[0] == names[1]
+
+
+def test_a_cpu_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU engine keeps in a block is ordered by its instructions: the two never meet."""
+    cpu = facts(monkeypatch, {}, group(full(block_size=128), 0))
+    monkeypatch.setattr("connector.vllm_facts.current_platform", platform("cuda"))
+    gpu = facts(monkeypatch, {0: "FLASH_ATTN"}, group(full(block_size=128), 0))
+    names = [describe_namespace(read, read_shape(read), "w").id for read in (cpu, gpu)]  # type: ignore[arg-type]
+    assert names[0] != names[1]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_latent_and_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent vectors are tokens in order as well; a state depends on its kernels and on the layout they chose."""
+    read = facts(monkeypatch, {0: "FLASHMLA"}, group(mla(block_size=64), 0))
+    assert [(one.kind, one.packing) for one in read.groups] == [(Latent(), {"cell": "token"})]
+    states = group(engines.MambaSpec(**MAMBA), 0)
+    read = facts(monkeypatch, {0: "GDN_ATTN", 1: "FLASH_ATTN"}, states, group(full(), 1))
+    recurrent = read.groups[0]
+    assert recurrent.kind == Recurrent()
+    assert recurrent.packing["backend"] == "GDN_ATTN"
+    assert recurrent.packing["convolution"] in ("SD", "DS")
+    monkeypatch.setattr("vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda: "DS")
+    other = facts(monkeypatch, {0: "GDN_ATTN", 1: "FLASH_ATTN"}, states, group(full(), 1))
+    monkeypatch.setattr("vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda: "SD")
+    third = facts(monkeypatch, {0: "GDN_ATTN", 1: "FLASH_ATTN"}, states, group(full(), 1))
+    assert other.groups[0].packing != third.groups[0].packing
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["FLASHMLA_SPARSE", "ROCM_ATTN", "DEEPSEEK_V32_INDEXER", "TURBOQUANT"])
+def test_backends_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """A backend whose blocks nobody has read is not guessed at: the engine says its name and is not cached."""
+    read = facts(monkeypatch, {0: "FLASH_ATTN", 1: backend}, group(full(), 0), group(window(), 1))
+    assert read.unsupported is not None
+    assert backend in read.unsupported
+    assert read.groups == ()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_layer_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its layer there is no telling how a cache is written."""
+    read = facts(monkeypatch, {0: "FLASH_ATTN"}, group(full(), 0, 1))
+    assert read.unsupported is not None
+    assert "model.layers.1.attn" in read.unsupported
+
+
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's GPUs call themselves cuda as well; their kernels lay blocks out in other ways."""
+    monkeypatch.setattr("connector.vllm_facts.current_platform", platform("rocm"))
+    read = facts(monkeypatch, {0: "TRITON_ATTN"}, group(full(), 0))
+    assert read.unsupported is not None
+    assert "rocm" in read.unsupported

@@ -1,0 +1,82 @@
+"""The round trip at start-up: it leaves no trace, and a device that does not copy what it should is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from connector.device import copy, cpu
+from connector.device.copy import StreamDevice
+from connector.device.streams import InlineStreams
+from connector.worker.groups import prove_group
+from connector.worker.self_check import check_round_trip
+from kvstore.errors import InvalidRequest
+from tests.unit.connector.device_contract import LAYOUTS, Cache, storage
+from tests.unit.connector.rank_world import Make, ranks_on
+from tests.unit.connector.support import bridge_to_memory
+
+
+@pytest.fixture
+def rank() -> Iterator[Make]:
+    with bridge_to_memory() as bridge, ranks_on(bridge) as make:
+        yield make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_trace(rank: Make, layout: str) -> None:
+    """After the check every byte of the cache is what it was."""
+    one = rank(layout=layout)
+    untouched = Cache(layout, 2, one.facts.num_blocks, one.heads, 16, 6, 4, 1, "cpu").tensors()
+    assert torch.equal(storage(one.layers[0]), storage(untouched[0]))
+
+
+def nothing(*_: Any) -> None:
+    """A kernel that does nothing."""
+
+
+def swapped(source: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    """Planes joined the wrong way round."""
+    target.view(-1, width).copy_(source.view(width, -1).t())
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("gather_rows", nothing), ("scatter_rows", nothing), ("split_planes", nothing), ("join_planes", swapped)],
+)
+def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable) -> None:  # type: ignore[type-arg]
+    """Whichever step of the copies is wrong, the group is refused and its old content put back."""
+    one = rank(element_bytes=2)
+    device = StreamDevice(InlineStreams(), ring_bytes=1 << 16, page_bytes_max=1 << 16, num_lanes=1)
+    group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
+    check_round_trip(group, one.layers, device)
+    before = storage(one.layers[0])
+    monkeypatch.setattr(copy, name, broken)
+    with pytest.raises(InvalidRequest, match="changes the cache"):
+        check_round_trip(group, one.layers, device)
+    assert torch.equal(storage(one.layers[0]), before)
+
+
+def test_a_rank_that_fails_it_is_refused(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose device does not copy takes no part: its refusal names the layer."""
+    one = rank()
+
+    def scatter(*_: object) -> None:
+        return
+
+    monkeypatch.setattr(cpu.CpuCopier, "scatter", scatter)
+    one.side.register(lambda _: one.layers)
+    assert one.side.refusal is not None
+    assert "changes the cache" in one.side.refusal
+
+
+def test_a_cache_of_a_few_blocks(rank: Make) -> None:
+    """A cache with too few blocks for the check is refused, in words."""
+    one = rank()
+    device = cpu.CpuDevice()
+    few: Sequence[torch.Tensor] = [layer[:4] for layer in one.layers]
+    group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
+    with pytest.raises(InvalidRequest, match="too small"):
+        check_round_trip(group, few, device)

@@ -1,0 +1,184 @@
+"""The arena: buffers that share nothing, memory that comes back, readers that cannot be deceived."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.arena import Arena, ArenaView, Place
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena():
+    opened = Arena.open(8 * MIB)
+    assert opened is not None
+    yield opened
+    opened.close()
+
+
+def test_buffers_share_nothing_and_their_memory_returns(arena: Arena) -> None:
+    """A thousand random lives of buffers: each keeps what was written to it, and in the end all memory is one range."""
+    generator = random.Random(7)
+    living: list[tuple[memoryview, int]] = []
+    for number in range(1000):
+        if living and generator.random() < 0.5:
+            view, mark = living.pop(generator.randrange(len(living)))
+            assert set(bytes(view)) == {mark}
+            del view
+        else:
+            buffer = arena.take(generator.randrange(1, 300_000))
+            if buffer is None:
+                living = living[len(living) // 2 :]
+                continue
+            mark = number % 256
+            buffer[:] = bytes([mark]) * len(buffer)
+            living.append((buffer, mark))
+            del buffer
+    for view, mark in living:
+        assert set(bytes(view)) == {mark}
+    living.clear()
+    del view
+    assert arena.free_bytes == arena.capacity_bytes
+    assert arena._sizes == [(arena.capacity_bytes, 0)]
+
+
+def test_a_slice_keeps_its_buffer(arena: Arena) -> None:
+    """Memory returns with the last view of it, not with the first, whichever thread drops it."""
+    buffer = arena.take(MIB)
+    assert buffer is not None
+    part = buffer[100:200].toreadonly()
+    del buffer
+    assert arena.free_bytes < arena.capacity_bytes
+    held = [part]
+    del part
+    dropper = threading.Thread(target=held.clear)
+    dropper.start()
+    dropper.join()
+    assert arena.free_bytes == arena.capacity_bytes
+
+
+def test_no_room_is_told(arena: Arena) -> None:
+    """What does not fit is refused; what fits exactly is given."""
+    assert arena.take(arena.capacity_bytes) is None
+    whole = arena.take(arena.capacity_bytes - 64)
+    assert whole is not None
+    assert arena.take(1) is None
+
+
+def test_a_peer_copies_what_stands_there(arena: Arena) -> None:
+    """A reader with the descriptor gets the bytes, and of a part of a buffer that part."""
+    buffer = arena.take(MIB)
+    assert buffer is not None
+    buffer[:] = os.urandom(MIB)
+    view = ArenaView(arena.descriptor, arena.capacity_bytes)
+    place = arena.place(buffer.toreadonly())
+    assert place is not None and place.num_bytes == MIB
+    target = memoryview(bytearray(MIB + 5))
+    assert view.copy(place, target)
+    assert target[:MIB] == buffer
+
+
+def test_a_place_that_was_given_back_is_noticed(arena: Arena) -> None:
+    """A copy from a buffer that died, or whose memory serves another one, is refused afterwards."""
+    view = ArenaView(arena.descriptor, arena.capacity_bytes)
+    target = memoryview(bytearray(MIB))
+    first = arena.take(MIB)
+    assert first is not None
+    place = arena.place(first)
+    assert place is not None and view.copy(place, target)
+    del first
+    gc.collect()
+    second = arena.take(MIB)
+    assert second is not None
+    again = arena.place(second)
+    assert again is not None and again.offset == place.offset
+    assert not view.copy(place, target)
+    assert view.copy(again, target)
+
+
+def test_a_place_inside_a_larger_successor_is_noticed(arena: Arena) -> None:
+    """Memory of three buffers that serves one larger buffer now: none of the old places is believed."""
+    view = ArenaView(arena.descriptor, arena.capacity_bytes)
+    target = memoryview(bytearray(MIB))
+    small = [arena.take(100_000) for _ in range(3)]
+    places = [arena.place(buffer) for buffer in small if buffer is not None]
+    small.clear()
+    large = arena.take(MIB)
+    assert large is not None
+    assert [place is not None and view.copy(place, target) for place in places] == [False] * 3
+
+
+def test_foreign_bytes_have_no_place(arena: Arena) -> None:
+    """Bytes that stand elsewhere, and parts from the middle of a buffer, are not described as standing here."""
+    assert arena.place(memoryview(bytearray(100))) is None
+    buffer = arena.take(1000)
+    assert buffer is not None
+    assert arena.place(buffer[64:]) is None
+
+
+@pytest.mark.parametrize(
+    "place", [Place(0, 10, 1), Place(8 * MIB, 10, 1), Place(8 * MIB - 5, 10, 1), Place(64, 2 * MIB, 1), Place(64, 9, 0)]
+)
+def test_places_that_cannot_be_are_refused(arena: Arena, place: Place) -> None:
+    """A reader refuses places outside the arena, in front of it, without stamp, or larger than the target."""
+    view = ArenaView(arena.descriptor, arena.capacity_bytes)
+    with pytest.raises(InvalidRequest):
+        view.copy(place, memoryview(bytearray(MIB)))
+
+
+def test_a_peer_cannot_write(arena: Arena) -> None:
+    """The descriptor that peers get maps for reading only, and neither shrinks nor grows."""
+    with pytest.raises(PermissionError):
+        mmap.mmap(arena.descriptor, arena.capacity_bytes)
+    for size in (0, 16 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.descriptor, size)
+
+
+def test_an_arena_that_is_smaller_than_said_is_not_mapped(arena: Arena) -> None:
+    """A size beyond the descriptor's would fault a reader: it is refused."""
+    with pytest.raises(Unavailable):
+        ArenaView(arena.descriptor, 2 * arena.capacity_bytes)
+
+
+def test_memory_is_warmed_ahead_of_its_use() -> None:
+    """So much as was asked for is resident soon after the start, more as that is used, and content stays."""
+    arena = Arena.open(32 * MIB, ahead_bytes=8 * MIB)
+    assert arena is not None
+    try:
+        _wait_warm(arena, 8 * MIB)
+        buffer = arena.take(6 * MIB)
+        assert buffer is not None
+        buffer[:] = b"\7" * len(buffer)
+        _wait_warm(arena, 14 * MIB)
+        assert set(bytes(buffer)) == {7}
+    finally:
+        arena.close()
+
+
+def _wait_warm(arena: Arena, num_bytes: int) -> None:
+    give_up_s = time.monotonic() + 30
+    while os.fstat(arena.descriptor).st_blocks * 512 < num_bytes:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
+def test_close_is_idempotent_and_leaves_buffers() -> None:
+    """What was taken can be read and written after the arena was closed."""
+    arena = Arena.open(MIB, ahead_bytes=MIB)
+    assert arena is not None
+    buffer = arena.take(1000)
+    assert buffer is not None
+    arena.close()
+    arena.close()
+    buffer[:] = b"x" * 1000
+    assert bytes(buffer) == b"x" * 1000

@@ -1,0 +1,77 @@
+"""Turns: no more at a time than the limit, in order, and no turn is lost to a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvstore.runtime.turns import Turns
+
+
+async def test_no_more_than_the_limit_in_order() -> None:
+    """Twelve want to run, two may: at most two do, first come first served, some are cancelled while they wait."""
+    turns = Turns(2)
+    ran: list[int] = []
+    most = 0
+
+    async def one(number: int) -> None:
+        nonlocal most
+        async with turns.turn():
+            most = max(most, turns.num_running)
+            ran.append(number)
+            await asyncio.sleep(0.001)
+
+    tasks = [asyncio.ensure_future(one(number)) for number in range(12)]
+    await asyncio.sleep(0)
+    for number in (5, 9):
+        tasks[number].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert ran == [0, 1, 2, 3, 4, 6, 7, 8, 10, 11]
+    assert (most, turns.num_running) == (2, 0)
+
+
+async def test_a_changed_limit() -> None:
+    """A larger limit counts as soon as somebody leaves; a smaller one makes the next ones wait."""
+    turns = Turns(1)
+    ends = [asyncio.Event() for _ in range(6)]
+
+    async def one(end: asyncio.Event) -> None:
+        async with turns.turn():
+            await end.wait()
+
+    tasks = [asyncio.ensure_future(one(end)) for end in ends]
+    await asyncio.sleep(0)
+    turns.limit = 3
+    ends[0].set()
+    await tasks[0]
+    await asyncio.sleep(0)
+    assert turns.num_running == 3
+    turns.limit = 1
+    ends[1].set()
+    await tasks[1]
+    await asyncio.sleep(0)
+    assert turns.num_running == 2
+    for end in ends:
+        end.set()
+    await asyncio.gather(*tasks)
+    assert turns.num_running == 0
+
+
+async def test_cancelled_in_the_moment_of_its_turn() -> None:
+    """A waiter that is given its turn and cancelled at once passes the turn on."""
+    turns = Turns(1)
+    end = asyncio.Event()
+
+    async def one() -> None:
+        async with turns.turn():
+            await end.wait()
+
+    tasks = [asyncio.ensure_future(one()) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0.001)
+    assert turns.num_running == 1
+    end.set()
+    await tasks[2]
+    assert turns.num_running == 0

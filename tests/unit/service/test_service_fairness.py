@@ -1,0 +1,221 @@
+"""Many engines at one service: nobody starves, nobody's bytes stay behind, whoever does not read holds little."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.api import Ack, Retention, SaveOutcome
+from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.errors import Unavailable
+from kvstore.format.record import Record
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.server import Server
+from kvstore.testing.dict_store import DictStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.wire import convert, messages
+from kvstore.wire.address import UnixAddress, parse_address
+from kvstore.wire.frames import pack_head
+from kvstore.wire.messages import encode
+
+PAYLOAD_BYTES = 200_000
+RECEIVE_BYTES = 1 << 20
+
+
+def soon() -> Deadline:
+    return Deadline.after(20)
+
+
+class SlowStore(DictStore):
+    """Takes its time with each save, forgets the record then, and knows which buffers it gave are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_s = 0.0
+        self.living: set[int] = set()
+        self.keeps = False
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        array: Any = np.empty(num_bytes, np.uint8)
+        self.living.add(id(array))
+        weakref.finalize(array, self.living.discard, id(array))
+        return memoryview(array)
+
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
+        await asyncio.sleep(self.save_s)
+        outcome = await super().save(record, ack=ack, retention=retention, deadline=deadline)
+        if not self.keeps:
+            self.records.clear()
+        return outcome
+
+
+class Node:
+    def __init__(self, server: Server, store: SlowStore, url: str) -> None:
+        self.server, self.store, self.url = server, store, url
+        self.clients: list[RemoteStore] = []
+
+    async def client(self, prompt: Prompt, **options: Any) -> RemoteStore:
+        client = connect(self.url, options=ClientOptions(**options))
+        self.clients.append(client)
+        await client.wait_ready(deadline=soon())
+        await client.open_namespace(prompt.description, deadline=soon())
+        return client
+
+    @property
+    def used_bytes(self) -> int:
+        return int(str(self.server.describe()["receive_bytes_used"]))
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    store = SlowStore()
+    server = Server(store, ServiceLimits(receive_bytes=RECEIVE_BYTES, save_credit_bytes=RECEIVE_BYTES))
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    node = Node(server, store, str(server.addresses[0]))
+    yield node
+    for client in node.clients:
+        await client.aclose()
+    await server.aclose()
+
+
+def prompt_of(name: str, num_tokens: int = 64) -> Prompt:
+    return Prompt(ATTENTION, name, num_tokens, payload_bytes=PAYLOAD_BYTES)
+
+
+async def save_on(client: RemoteStore, record: Record, saved: list[float], end: asyncio.Event) -> None:
+    """Save one record again and again; notes how long each took."""
+    while not end.is_set():
+        started_s = time.monotonic()
+        assert await client.save(record, deadline=soon()) is SaveOutcome.STORED
+        saved.append(time.monotonic() - started_s)
+
+
+async def test_a_greedy_engine_leaves_room_for_the_others(node: Node) -> None:
+    """One engine with 24 saves at a time, seven with one each, room for five records: all get on, lookups are quick.
+
+    The greedy one has two connections, each other engine has two and uses one at a time: none gets under a third of an
+    equal share, and no lookup waits behind records.
+    """
+    node.store.save_s = 0.004
+    greedy, others = prompt_of("greedy"), [prompt_of(f"modest {number}") for number in range(7)]
+    end = asyncio.Event()
+    counts: list[list[float]] = [[] for _ in range(8)]
+    clients = [await node.client(prompt) for prompt in (greedy, *others)]
+    records = [prompt.records()[0] for prompt in (greedy, *others)]
+    tasks = [asyncio.ensure_future(save_on(clients[0], records[0], counts[0], end)) for _ in range(24)]
+    tasks += [
+        asyncio.ensure_future(save_on(client, record, times, end))
+        for client, record, times in zip(clients[1:], records[1:], counts[1:], strict=True)
+    ]
+    lookups = []
+    for _ in range(30):
+        started_s = time.monotonic()
+        await clients[1].lookup(others[0].query(), deadline=soon())
+        lookups.append(time.monotonic() - started_s)
+        await asyncio.sleep(0.05)
+    end.set()
+    await asyncio.gather(*tasks)
+    numbers = [len(times) for times in counts]
+    equal_share = sum(numbers) / 9  # by connections that are used: two and seven
+    assert min(numbers[1:]) > equal_share / 3, numbers
+    assert sorted(lookups)[len(lookups) // 2] < 0.1, lookups
+    assert node.used_bytes == 0
+
+
+async def test_cancelled_saves_are_let_go_at_once(node: Node) -> None:
+    """Saves that wait in the store are cancelled by their engine: their room is free and their memory gone."""
+    prompt = prompt_of("cancelled", 128)
+    client = await node.client(prompt)
+    node.store.gate.clear()
+    saves = [asyncio.ensure_future(client.save(record, deadline=soon())) for record in prompt.records()]
+    async with asyncio.timeout(5):
+        while node.used_bytes < 4 * PAYLOAD_BYTES:
+            await asyncio.sleep(0.005)
+    assert len(node.store.living) == 4
+    started_s = time.monotonic()
+    for save in saves:
+        save.cancel()
+    await asyncio.gather(*saves, return_exceptions=True)
+    async with asyncio.timeout(5):
+        while node.used_bytes or node.store.living:
+            gc.collect()
+            await asyncio.sleep(0.005)
+    assert time.monotonic() - started_s < 1
+    node.store.gate.set()
+    assert await client.save(prompt.records()[0], deadline=soon()) is SaveOutcome.STORED
+
+
+async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
+    """An engine dies with half a record sent, others wait for the room: it is theirs at once."""
+    prompt = prompt_of("dying")
+    client = await node.client(prompt)
+    address = parse_address(node.url)
+    assert isinstance(address, UnixAddress)
+    dying = []
+    for number in range(5):  # they take all the room
+        _, writer = await asyncio.open_unix_connection(address.path)
+        writer.write(pack_head(encode(messages.Hello(1, role="data"))))
+        writer.write(pack_head(encode(messages.Save(number, 9000, "memory")), 200_000) + bytes(100_000))
+        dying.append(writer)
+    async with asyncio.timeout(5):
+        while node.used_bytes < 1_000_000:
+            await asyncio.sleep(0.005)
+    save = asyncio.ensure_future(client.save(prompt.records()[0], deadline=soon()))
+    await asyncio.sleep(0.1)
+    assert not save.done()
+    for writer in dying:
+        writer.transport.abort()
+    async with asyncio.timeout(1):
+        assert await save is SaveOutcome.STORED
+    async with asyncio.timeout(1):
+        while node.used_bytes or node.store.living:
+            gc.collect()
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:
+    """It asks for 100 records of 2 MB and reads none: what waits for it is bounded, and others load as before."""
+    prompt = Prompt(ATTENTION, "unread", 64, payload_bytes=2 << 20)
+    node.store.keeps = True
+    node.store._layouts[prompt.description.id] = prompt.layout
+    for record in prompt.records():
+        node.store.records[record.key] = record
+    client = await node.client(prompt, shared_memory=False)
+    staged = await client.stage(prompt.query(), deadline=soon())
+    assert staged.lease is not None
+    address = parse_address(node.url)
+    assert isinstance(address, UnixAddress)
+    _, writer = await asyncio.open_unix_connection(address.path)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(pack_head(encode(messages.Hello(1, role="data"))))
+    opened = messages.OpenNamespace(1000, 9000, prompt.description.canonical)
+    writer.write(pack_head(encode(opened)))
+    fields = convert.key_fields(staged.keys[0])
+    for number in range(100):
+        writer.write(pack_head(encode(messages.Load(number, 9000, staged.lease, **fields))))
+    await asyncio.sleep(0.3)
+    waiting = [session.connection._transport.get_write_buffer_size() for session in node.server._sessions]  # type: ignore[union-attr]
+    assert 2 << 20 <= max(waiting) <= (8 << 20) + (3 << 20), waiting
+    started_s = time.monotonic()
+    for key in staged.keys:
+        await client.load(staged.lease, key, deadline=soon())
+    assert time.monotonic() - started_s < 2
+    writer.transport.abort()
+    with pytest.raises(Unavailable):
+        await client.load(staged.lease.__class__(bytes(16)), staged.keys[0], deadline=soon())

@@ -1,0 +1,151 @@
+"""Tenants: by the credential alone, and what one has is not there for another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import LeaseId
+from kvstore.client import connect
+from kvstore.client.remote import RemoteStore
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.credentials import Credentials, read_credentials
+from kvstore.service.server import Server
+from kvstore.store.limits import StoreLimits
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.memory import MemoryTier
+from kvstore.wire.address import parse_address
+
+PROMPT = Prompt(ATTENTION, "a", 128)
+
+
+def sha256(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+CREDENTIALS = Credentials({sha256("red token"): "red", sha256("red, next token"): "red", sha256("blue token"): "blue"})
+
+
+def soon() -> Deadline:
+    return Deadline.after(5.0)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Callable[[str], RemoteStore]]:
+    """Clients of one service, by their token."""
+    async with AsyncExitStack() as stack:
+        behind = TieredStore(MemoryTier(8 << 20), limits=StoreLimits(stage_bytes=4 << 20))
+        stack.push_async_callback(behind.aclose)
+        server = Server(behind, token="shared", credentials=CREDENTIALS)
+        stack.push_async_callback(server.aclose)
+        await server.listen(
+            [parse_address(f"unix:{tmp_path / 's'}" if request.param == "unix" else "tcp://127.0.0.1:0")]
+        )
+
+        def make(token: str) -> RemoteStore:
+            made = connect(str(server.addresses[0]), token=token)
+            stack.push_async_callback(made.aclose)
+            return made
+
+        yield make
+
+
+async def test_one_description_is_a_namespace_for_each_tenant(client: Callable[[str], RemoteStore]) -> None:
+    """Equal engines of two tenants get different namespaces; two tokens of one tenant, and two equal engines, meet."""
+    opened = {}
+    for token in ("red token", "red, next token", "blue token", "shared"):
+        opened[token] = await client(token).open_namespace(PROMPT.description, deadline=soon())
+    assert opened["red token"] == opened["red, next token"]
+    assert len(set(opened.values())) == 3
+    assert opened["shared"] == PROMPT.namespace
+
+
+async def test_a_tenant_cannot_use_a_namespace_it_knows(client: Callable[[str], RemoteStore]) -> None:
+    """Whoever knows another tenant's namespace, keys and even a lease can neither look up, load, put nor remove."""
+    owner, other = client("shared"), client("red token")
+    await owner.open_namespace(PROMPT.description, deadline=soon())
+    await other.open_namespace(PROMPT.description, deadline=soon())
+    records = PROMPT.records()
+    for record in records:
+        await owner.save(record, deadline=soon())
+    staged = await owner.stage(PROMPT.query(), deadline=soon())
+    assert staged.resume_tokens == 128
+    assert staged.lease is not None
+    key = records[0].key
+    attempts = {
+        "lookup": other.lookup(PROMPT.query(), deadline=soon()),
+        "stage": other.stage(PROMPT.query(), deadline=soon()),
+        "load": other.load(LeaseId(staged.lease), key, deadline=soon()),
+        "save": other.save(records[0], deadline=soon()),
+        "discard": other.discard(key, "spite", deadline=soon()),
+    }
+    for attempt in attempts.values():
+        with pytest.raises(InvalidRequest, match="the namespace was not opened"):
+            await attempt
+    assert (await owner.load(staged.lease, key, deadline=soon())).data == records[0].data
+    assert (await owner.lookup(PROMPT.query(), deadline=soon())).resume_tokens == 128
+
+
+@pytest.mark.parametrize("token", ["wrong", "red tokem", sha256("red token")])
+async def test_unknown_tokens_are_refused(client: Callable[[str], RemoteStore], token: str) -> None:
+    """A token that nobody has is refused, also on a Unix socket, and so is the digest that the file holds."""
+    with pytest.raises(Unavailable, match="token_file"):
+        await client(token).open_namespace(PROMPT.description, deadline=Deadline.after(1))
+
+
+def write(folder: Path, text: str, mode: int = 0o644) -> Path:
+    path = folder / "credentials.toml"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def entry(tenant: str, token: str) -> str:
+    return f'[[credential]]\ntenant = "{tenant}"\ntoken_sha256 = "{sha256(token)}"\n'
+
+
+def test_credentials_file(tmp_path: Path) -> None:
+    """Tenants with one or several tokens; a token of nobody is nobody's."""
+    path = write(tmp_path, entry("red", "1") + entry("red", "2") + entry("blue", "3"))
+    credentials = read_credentials(path)
+    assert [credentials.tenant_of(token) for token in ("1", "2", "3", "4", "")] == ["red", "red", "blue", None, None]
+    assert len(credentials) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[[credential]]\ntenant = 'red'", "token_sha256"),
+        ("[[credential]]\ntenant = 'red'\ntoken_sha256 = 'the token itself'", "64 lower-case hex"),
+        (entry("", "1"), "field=tenant"),
+        (entry("two words", "1"), "field=tenant"),
+        (entry("red", "1") + "scope = 'all'", "field=scope"),
+        (entry("red", "1") + entry("blue", "1"), "one token cannot be two tenants"),
+        ("tokens = 1", "seen=tokens"),
+        ("[credential]\ntenant = 'red'", "expected"),
+        ("not toml", "cannot read"),
+    ],
+)
+def test_wrong_credentials_files(tmp_path: Path, text: str, match: str) -> None:
+    """Each is refused with what is wrong, and what might be a token is never shown."""
+    with pytest.raises(InvalidRequest, match=match) as caught:
+        read_credentials(write(tmp_path, text))
+    assert "the token itself" not in str(caught.value)
+
+
+def test_credentials_that_others_may_write(tmp_path: Path) -> None:
+    """Whoever may write the file may become any tenant."""
+    with pytest.raises(InvalidRequest, match="chmod go-w"):
+        read_credentials(write(tmp_path, entry("red", "1"), 0o666))
+
+
+def test_no_credentials_file(tmp_path: Path) -> None:
+    """A path that is not there is said, with the setting's name."""
+    with pytest.raises(InvalidRequest, match="credentials_file"):
+        read_credentials(tmp_path / "none.toml")

@@ -1,0 +1,270 @@
+"""Pending write-backs of a `TieredStore`: what stands in the log when, and who finishes what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from store_world import LIMITS, MIB, slow_tier, soon, stage, until
+
+from kvstore.api import Ack, Retention, SaveOutcome
+from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.pending_redis import RedisPendingLog
+from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.format.record import Record
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.limits import StoreLimits
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.faults import FaultyTier
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.servers import RedisServer
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.memory import MemoryTier
+
+pytestmark = pytest.mark.servers
+
+LEASE_S = 0.3
+NOTHING = PendingTotals(0, 0)
+PATIENT = replace(LIMITS, write_back_attempts=1_000_000)
+
+
+class World:
+    """Two slower tiers and a log that any number of stores share."""
+
+    def __init__(self, url: str, scope: str) -> None:
+        self.hot, self.cold = slow_tier("redis"), slow_tier("s3")
+        self.scope = scope
+        self.client = redis.asyncio.Redis.from_url(url)
+        self.stores: list[TieredStore] = []
+
+    def log(self, lease_s: float = LEASE_S) -> RedisPendingLog:
+        return RedisPendingLog(self.client, self.scope, lease_s=lease_s)
+
+    async def store(
+        self, prompt: Prompt, *, limits: StoreLimits = PATIENT, hot: Tier | None = None, lease_s: float = LEASE_S
+    ) -> TieredStore:
+        store = TieredStore(MemoryTier(16 * MIB), hot or self.hot, self.cold, pending=self.log(lease_s), limits=limits)
+        await store.open_namespace(prompt.description, deadline=soon())
+        self.stores.append(store)
+        return store
+
+    async def totals(self) -> PendingTotals:
+        return await self.log().totals(deadline=soon())
+
+    async def finished(self) -> None:
+        async with asyncio.timeout(10.0):
+            while await self.totals() != NOTHING:
+                await asyncio.sleep(0.02)
+
+    async def die(self, store: TieredStore) -> None:
+        """As a crash does: nothing is written any more, and nothing is given back."""
+        self.stores.remove(store)
+        await store._background.aclose()
+
+
+@pytest.fixture
+async def world(shared_redis: RedisServer, tmp_path: Path) -> AsyncIterator[World]:
+    world = World(shared_redis.url, str(tmp_path))
+    yield world
+    for store in world.stores:
+        await store.aclose()
+    await world.client.aclose()
+
+
+class Watched(FaultyTier):
+    """Notes how many records were pending whenever one came."""
+
+    def __init__(self, inner: Tier, log: PendingLog) -> None:
+        super().__init__(inner, name="redis")
+        self.log = log
+        self.pending_at_put: list[int] = []
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self.pending_at_put.append((await self.log.totals(deadline=deadline)).num_records)
+        return await super().put(record, deadline=deadline)
+
+
+@pytest.mark.parametrize("ack", list(Ack))
+async def test_the_entry_stands_before_the_record_and_ends_after_the_cold_tier_has_it(world: World, ack: Ack) -> None:
+    """At every level: an entry is there when the hot tier gets a record; in the end all may go there, and nothing
+    is pending."""
+    prompt = Prompt(ATTENTION, "a", 640)
+    watched = Watched(world.hot.inner, world.log())
+    store = await world.store(prompt, hot=watched)
+    for record in prompt.records():
+        assert await store.save(record, ack=ack, deadline=soon()) is SaveOutcome.STORED
+    assert await store.drain(soon()) == 0
+    assert len(watched.pending_at_put) == 20
+    assert min(watched.pending_at_put) >= 1
+    assert await world.totals() == NOTHING
+    assert set(watched.keys_allowed) == set(world.cold.keys_put) == {record.key for record in prompt.records()}
+
+
+async def test_the_hot_tier_keeps_what_the_cold_one_does_not_have(world: World) -> None:
+    """The cold tier is down for many leases: the owner renews, nobody else takes over, nothing may be evicted."""
+    prompt = Prompt(ATTENTION, "a", 320)
+    world.cold.down = True
+    store, other = await world.store(prompt), await world.store(prompt)
+    for record in prompt.records():
+        await store.save(record, ack=Ack.HOT, deadline=soon())
+    await asyncio.sleep(3 * LEASE_S)
+    assert (await world.totals()).num_records == 10
+    assert world.hot.keys_allowed == []
+    assert other.meters.get("pending_failures", step="finish") == 0
+    world.cold.down = False
+    await until(lambda: len(world.cold.keys_put) == 10)
+    await world.finished()
+    assert len(world.hot.keys_allowed) == 10
+
+
+async def test_another_service_finishes_what_a_dead_one_left(world: World) -> None:
+    """A service dies with everything in the hot tier alone: after its leases another brings it to the cold one,
+    bit for bit, and serves it."""
+    prompt = Prompt(ATTENTION, "a", 640)
+    world.cold.down = True
+    first = await world.store(prompt)
+    for record in prompt.records():
+        await first.save(record, ack=Ack.HOT, deadline=soon())
+    await world.die(first)
+    world.cold.down = False
+    second = await world.store(prompt)
+    await world.finished()
+    for record in prompt.records():
+        found = await world.cold.get(record.key, deadline=soon())
+        assert found is not None
+        assert found.data == record.data
+    assert second.meters.get("pending_finished", outcome="stored") == 20
+    assert set(world.hot.keys_allowed) == {record.key for record in prompt.records()}
+    assert (await stage(second, prompt)).resume_tokens == 640
+
+
+async def test_a_service_that_stops_gives_back_what_it_did_not_finish(world: World) -> None:
+    """It ends in order while the cold tier is down: nobody waits for its leases, which last a minute."""
+    prompt = Prompt(ATTENTION, "a", 320)
+    world.cold.down = True
+    first = await world.store(prompt, lease_s=60.0)
+    for record in prompt.records():
+        await first.save(record, deadline=soon())
+    await until(lambda: len(world.hot.keys_put) == 10)
+    await first.aclose()
+    assert (await world.totals()).num_records == 10
+    world.cold.down = False
+    await world.store(prompt)
+    await world.finished()
+    assert len(world.cold.keys_put) == 10
+
+
+async def test_what_is_pending_is_bounded_over_all_services(world: World) -> None:
+    """Beyond the limit saves that wait for the hot tier are busy, others stay in memory and are counted; lookups and
+    loads go on; with the cold tier back saves are taken again."""
+    prompt = Prompt(ATTENTION, "a", 1280)
+    world.cold.down = True
+    limits = replace(PATIENT, pending_bytes=6 * 1192, write_back_bytes=64 * 1192)
+    store, other = await world.store(prompt, limits=limits), await world.store(prompt, limits=limits)
+    records = prompt.records()
+    outcomes = [await store.save(record, ack=Ack.HOT, deadline=soon()) for record in records[:20]]
+    assert outcomes == [SaveOutcome.STORED] * 7 + [SaveOutcome.BUSY] * 13
+    for record in records[:20]:
+        await store.save(record, deadline=soon())
+    await until(lambda: store.meters.get("write_back_dropped", tier="redis", reason="pending_full") == 13)
+    assert (await stage(store, prompt)).resume_tokens == 640
+    async with asyncio.timeout(5.0):  # the other service learns of it
+        while await other.save(records[30], ack=Ack.HOT, deadline=soon()) is not SaveOutcome.BUSY:
+            await asyncio.sleep(0.02)
+    assert (await world.totals()).num_records < 10
+    world.cold.down = False
+    await world.finished()
+    async with asyncio.timeout(5.0):
+        while await other.save(records[31], ack=Ack.HOT, deadline=soon()) is SaveOutcome.BUSY:
+            await asyncio.sleep(0.02)
+
+
+async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: World) -> None:
+    """The queue to the cold tier is too short for a burst: what it drops is finished from the hot tier."""
+    prompt = Prompt(ATTENTION, "a", 640)
+    store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=2 * 1192))
+    world.cold.down = True
+    for record in prompt.records():
+        await store.save(record, ack=Ack.HOT, deadline=soon())
+    assert store.meters.get("write_back_dropped", tier="s3", reason="queue_full") == 18
+    world.cold.down = False
+    await world.finished()
+    assert set(world.cold.keys_put) == {record.key for record in prompt.records()}
+    assert set(world.hot.keys_allowed) == set(world.cold.keys_put)
+
+
+async def test_an_entry_without_a_record_ends(world: World) -> None:
+    """A service died between entry and record: nothing was acknowledged, the entry is removed and counted."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    dead = world.log()
+    await dead.add([PendingEntry(prompt.key(64), 1192, 64)], deadline=soon())
+    store = await world.store(prompt)
+    await world.finished()
+    assert store.meters.get("pending_finished", outcome="lost") == 1
+
+
+async def test_a_copy_of_what_the_cold_tier_has_may_go_at_once(world: World) -> None:
+    """What is read from the cold tier and copied to the hot one is not pending afterwards and may be evicted there."""
+    prompt = Prompt(ATTENTION, "a", 320)
+    for record in prompt.records():
+        await world.cold.inner.put(record, deadline=soon())
+    store = await world.store(prompt)
+    assert (await stage(store, prompt)).resume_tokens == 320
+    assert await store.drain(soon()) == 0
+    assert set(world.hot.keys_put) == set(world.hot.keys_allowed) == {record.key for record in prompt.records()}
+    assert await world.totals() == NOTHING
+
+
+async def test_a_short_record_that_waits_for_the_hot_tier_may_go_at_once(world: World) -> None:
+    """Its caller wants it there and does not want it kept: the cold tier never gets it."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    store = await world.store(prompt)
+    await store.save(prompt.record(64), ack=Ack.HOT, retention=Retention.SHORT, deadline=soon())
+    assert await store.drain(soon()) == 0
+    assert (world.hot.keys_allowed, world.cold.keys_put) == ([prompt.key(64)], [])
+    assert await world.totals() == NOTHING
+
+
+async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: World) -> None:
+    """The hot tier is away: records reach the cold one; when it is back it gets them too, and they may go there."""
+    prompt = Prompt(ATTENTION, "a", 320)
+    world.hot.down = True
+    store = await world.store(prompt)
+    for record in prompt.records():
+        await store.save(record, deadline=soon())
+    await until(lambda: len(world.cold.keys_put) == 10)
+    world.hot.down = False
+    assert await store.drain(soon()) == 0
+    await world.finished()
+    assert set(world.hot.keys_allowed) == set(world.hot.keys_put) == set(world.cold.keys_put)
+
+
+async def test_without_a_hot_tier_a_crash_is_told_of(tmp_path: Path) -> None:
+    """Memory and a directory: what had not arrived when the process died is gone, and the next one says how much."""
+    prompt, cold = Prompt(ATTENTION, "a", 320), slow_tier("filesystem")
+    log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=60.0)
+    store = TieredStore(MemoryTier(16 * MIB), None, cold, pending=log, limits=PATIENT)
+    await store.open_namespace(prompt.description, deadline=soon())
+    for record in prompt.records()[:4]:
+        await store.save(record, ack=Ack.COLD, deadline=soon())
+    assert await store.drain(soon()) == 0
+    assert await log.totals(deadline=soon()) == NOTHING
+    cold.down = True
+    for record in prompt.records()[4:]:
+        await store.save(record, deadline=soon())
+    await until(lambda: cold.calls["put"] >= 8)
+    num_begun = (await log.totals(deadline=soon())).num_records
+    assert num_begun > 0
+    await store._background.aclose()
+    await log.aclose()
+    cold.down = False
+    log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=60.0)
+    store = TieredStore(MemoryTier(16 * MIB), None, cold, pending=log, limits=PATIENT)
+    await until(lambda: store.meters.get("pending_finished", outcome="lost") == num_begun)
+    assert await log.totals(deadline=soon()) == NOTHING
+    await store.aclose()
+    await log.aclose()

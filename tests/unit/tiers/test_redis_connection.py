@@ -1,0 +1,99 @@
+"""One connection to Redis against peers that no real server is: slow to take bytes, silent, or answering by halves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.redis.connection import Connection
+
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def connected(peer: Peer) -> AsyncIterator[Connection]:
+    """A connection to a server that does what `peer` says."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await peer(reader, writer)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(lambda: Connection("peer:1"), "127.0.0.1", port)
+    try:
+        yield connection
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+
+
+async def ends_of_connection(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 20):
+        pass
+
+
+async def test_bytes_of_callers_that_left_are_bounded() -> None:
+    """A server that answers but takes hardly any bytes: puts that were given up do not pile up without bound."""
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        while True:
+            writer.write(b"+OK\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    value = memoryview(bytes(4 << 20))
+    async with connected(slow) as connection:
+        refusals = []
+        for _ in range(40):
+            with pytest.raises(Unavailable) as caught:
+                await connection.run([("SET", "a", value)] * 9, deadline=Deadline.after(0.02))
+            refusals.append(str(caught.value))
+        assert "takes bytes too slowly" in refusals[-1]
+        assert sum("takes bytes too slowly" not in refusal for refusal in refusals) < 5
+
+
+async def test_leaving_early_ends_nothing_of_others() -> None:
+    """A caller that is cancelled just after it has sent does not take down what others wait for."""
+
+    async def answers_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        await asyncio.sleep(0.1)
+        writer.write(b":1\r\n:2\r\n")
+        await ends_of_connection(reader)
+
+    async with connected(answers_late) as connection:
+        leaver = asyncio.ensure_future(connection.run([("A",)], deadline=Deadline.after(5)))
+        stayer = asyncio.ensure_future(connection.run([("B",)], deadline=Deadline.after(5)))
+        await asyncio.sleep(0.01)
+        leaver.cancel()
+        assert await stayer == [2]
+        assert connection.alive
+
+
+async def test_a_silent_server_is_left() -> None:
+    """Nothing for 0.2 s though something is due: whoever gives up then drops the connection, for all."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ends_of_connection(reader)
+
+    async with connected(silent) as connection:
+        with pytest.raises(Unavailable, match="before the deadline"):
+            await connection.run([("A",)], deadline=Deadline.after(0.05))
+        assert connection.alive
+        with pytest.raises(Unavailable):
+            await connection.run([("B",)], deadline=Deadline.after(0.25))
+        await asyncio.sleep(0)
+        assert not connection.alive
