@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_record
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem import FilesystemTier
+from tests.integration.small_disk import run_on_disk
 
 _ON_A_TINY_DISK = """
 import asyncio, sys
@@ -41,7 +37,7 @@ async def main(root):
     await tier.aclose()
     print(outcomes.count(PutOutcome.STORED))
 
-asyncio.run(main(Path(sys.argv[1])))
+asyncio.run(main(Path(sys.argv[1]) / "records"))
 """
 
 
@@ -72,19 +68,4 @@ async def test_write_that_stops_half_way(tmp_path: Path) -> None:
 
 def test_full_disk(tmp_path: Path) -> None:
     """A real disk of 3 MB runs full: the same, and after a delete there is room again."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", disk], capture_output=True, check=False).returncode:
-        pytest.skip("this machine allows no mount: test_write_that_stops_half_way covers the refusal itself")
-    mounted = f'mount -t tmpfs -o size=3m none "{disk}" && exec "$@"'
-    done = subprocess.run(
-        [*namespace, "sh", "-c", mounted, "sh", sys.executable, "-c", _ON_A_TINY_DISK, str(disk / "records")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) <= 6
+    assert 1 <= int(run_on_disk(tmp_path / "disk", "3m", _ON_A_TINY_DISK)) <= 6

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from killed_services import PENDING_LEASE_S, Node, Promises, places, prompt_named, service
 
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingTotals
@@ -24,6 +23,7 @@ from kvstore.settings import load_settings
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.s3 import S3Tier
+from tests.integration.killed_services import PENDING_LEASE_S, Node, Promises, places, prompt_named, service
 
 pytestmark = pytest.mark.servers
 

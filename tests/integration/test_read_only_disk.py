@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.integration.small_disk import run_on_disk
 
 _ON_A_DISK = """
 import asyncio, subprocess, sys
@@ -55,18 +52,4 @@ asyncio.run(main())
 
 def test_a_disk_that_was_mounted_read_only(tmp_path: Path) -> None:
     """A service cannot own it and is told why, an operator can look; writable again, everything is there."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    if subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", disk], capture_output=True, check=False).returncode:
-        pytest.skip("this machine allows no mount")
-    mounted = f'mount -t tmpfs -o size=9m none "{disk}" && exec "$@"'
-    done = subprocess.run(
-        [*namespace, "sh", "-c", mounted, "sh", sys.executable, "-c", _ON_A_DISK, str(disk)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_on_disk(tmp_path / "disk", "9m", _ON_A_DISK)

@@ -45,6 +45,18 @@ def test_pages_are_saved_as_they_become_final(at: World) -> None:
     assert len({job.job_id for job in jobs}) == 3
 
 
+def test_an_idle_engine_steps_on_until_its_saves_are_done(at: World) -> None:
+    """From the first save's order to the ranks' report of the last."""
+    at.new("a", 130)
+    at.hashed("a")
+    assert not at.side.has_pending_saves
+    first, second = at.step({"a": 130}).saves
+    at.ranks_done(first.job_id)
+    assert at.side.has_pending_saves
+    at.ranks_done(second.job_id)
+    assert not at.side.has_pending_saves
+
+
 def test_what_is_there_is_not_saved(at: World) -> None:
     """Pages that the lookup saw are left out; the tail of a longer prompt is new."""
     at.keep("a", 128)
