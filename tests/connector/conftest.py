@@ -11,12 +11,20 @@ import pytest
 
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.engine.warm import warm_starts
 
 LENGTHS = (2500, 1300, 2560)
 """One that ends inside a block, one inside the first page's half, one at a block."""
 
 RESTORED = (2432, 1280, 2432)
 """Where a hit of each may end at most: a block boundary that leaves a token to compute."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    """Some 150 engines start here; what they import is imported a few times."""
+    with warm_starts():
+        yield
 
 
 @pytest.fixture(scope="session")

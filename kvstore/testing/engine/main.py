@@ -17,13 +17,18 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     answers_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit("the process that wanted an engine is gone")
+    tie_to_parent(parent_pid)
     os.set_inheritable(answers_fd, False)
     spec = json.loads(sys.argv[3])
     with os.fdopen(answers_fd, "w", buffering=1) as answers:
         serve(spec, answers)
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """End this process when its parent's thread that started it ends, or at once if that is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit("the process that wanted an engine is gone")
 
 
 def serve(spec: dict[str, Any], answers: IO[str]) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from kvstore.testing.engine.environment import engine_environment
 from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest
+from kvstore.testing.engine.warm import WarmChild, start_warm
 
 __all__ = ["EngineFailed", "EngineProcess", "start_engine"]
 
@@ -43,15 +44,17 @@ class EngineProcess:
         self._started_s = time.monotonic()
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
+        self._child: subprocess.Popen[bytes] | WarmChild
         try:
             with log.open("ab") as output:
                 # A session of its own: Ctrl-C reaches us, and we end it with all that it started.
-                self._child = subprocess.Popen(
+                environment = engine_environment(spec, work)
+                self._child = start_warm(_as_json(spec), environment, output.fileno(), write_end) or subprocess.Popen(
                     [*command, json.dumps(_as_json(spec))],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env=engine_environment(spec, work),
+                    env=environment,
                     pass_fds=[write_end],
                     start_new_session=True,
                 )

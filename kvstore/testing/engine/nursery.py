@@ -1,0 +1,92 @@
+"""`python -m kvstore.testing.engine.nursery CONTROL_FD PARENT_PID`: has imported vLLM, and forks into engines.
+
+The imports are most of an engine's start, some 9 s of one core, and the same each time. An order is one message on the
+control socket with an engine's environment and spec, and four descriptors: its stdin, its output, where it answers, and
+where its exit status goes. The answer is its process number.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from kvstore.testing.engine.main import serve, tie_to_parent
+
+__all__ = ["NUM_DESCRIPTORS", "ORDER_BYTES_MAX"]
+
+ORDER_BYTES_MAX = 128 << 10
+NUM_DESCRIPTORS = 4
+_MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+
+
+def main() -> None:
+    """Fork engines until the other end of the control socket is closed; in each of them, be the engine."""
+    tie_to_parent(int(sys.argv[2]))
+    for module in _MODULES:
+        importlib.import_module(module)
+    gc.freeze()  # what is never freed should not be copied page by page where engines collect garbage
+    woken, waking = os.pipe()
+    os.set_blocking(waking, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waking)
+    reports: dict[int, int] = {}
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        while True:
+            ready = select.select([control.fileno(), woken], [], [])[0]
+            if woken in ready:
+                os.read(woken, 4096)
+                _report_ended(reports)
+            if control.fileno() not in ready:
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES_MAX, NUM_DESCRIPTORS)
+            if not message:
+                return
+            *streams, report = descriptors
+            nursery, pid = os.getpid(), os.fork()
+            if pid == 0:
+                break
+            for stream in streams:
+                os.close(stream)
+            reports[pid] = report
+            control.send(b"%d" % pid)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in (woken, waking, report, *reports.values()):
+        os.close(descriptor)
+    _be_engine(nursery, json.loads(message), *streams)
+
+
+def _report_ended(reports: dict[int, int]) -> None:
+    while reports:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        report = reports.pop(pid)
+        os.write(report, b"%d" % os.waitstatus_to_exitcode(status))
+        os.close(report)
+
+
+def _be_engine(parent_pid: int, order: dict[str, Any], stdin: int, output: int, answers: int) -> None:
+    os.setsid()
+    tie_to_parent(parent_pid)
+    for stream, standard in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(stream, standard)
+    os.close(stdin)
+    os.close(output)
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.set_inheritable(answers, False)
+    with os.fdopen(answers, "w", buffering=1) as file:
+        serve(order["spec"], file)
+
+
+if __name__ == "__main__":
+    main()
