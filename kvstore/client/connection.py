@@ -170,8 +170,13 @@ class Connection:
                 pending.future.set_exception(pending.error)
             else:
                 pending.future.set_result((message, payload))
-        elif isinstance(message, messages.Staged) and message.lease:
-            self.frames.post(messages.Release(message.lease))  # nobody waited for it any more
+        else:
+            self._drop_answer(message)
+
+    def _drop_answer(self, message: Message) -> None:
+        """Nobody takes it any more: what it grants would only end by itself."""
+        if isinstance(message, messages.Staged) and message.lease:
+            self.frames.post(messages.Release(message.lease))
 
     def _refused(self, message: messages.Refused) -> None:
         self.reason = f"refused by the service: {message.message}"
@@ -242,7 +247,7 @@ class Connection:
         pending = _Pending(loop.create_future(), allocate, settle=settle)
         self._pending[request_id] = pending
         self.num_running += 1
-        sent = False
+        sent = taken = False
         begun_s = loop.time()
         ends_s = begun_s + deadline.remaining_s
         try:
@@ -252,6 +257,7 @@ class Connection:
                 await self.frames.send(call(request_id, _deadline_ms(deadline)), payload)
                 sent = True
                 answer, data = await pending.future
+                taken = True
         except TimeoutError as error:
             long_enough = loop.time() - begun_s >= _SILENCE_S  # shorter silence is no sign of anything
             quiet = long_enough and self.frames.received_bytes == heard_bytes
@@ -259,7 +265,7 @@ class Connection:
             raise (Silent if quiet else Unavailable)(what, role=self.role, request=expected.type) from error
         finally:
             self.num_running -= 1
-            self._forget(request_id, pending, sent)
+            self._forget(request_id, pending, sent=sent, taken=taken)
         if isinstance(answer, messages.Error):
             messages.raise_error(answer)
         if not isinstance(answer, expected):
@@ -267,10 +273,12 @@ class Connection:
             raise Unavailable("the service answered something else", expected=expected.type, seen=answer.type)
         return answer, data
 
-    def _forget(self, request_id: int, pending: _Pending, sent: bool) -> None:
-        """Nobody waits for this answer any more. It still comes, and is dropped then."""
+    def _forget(self, request_id: int, pending: _Pending, *, sent: bool, taken: bool) -> None:
+        """Nobody waits for this answer any more. Unless it was taken it is dropped, now or when it comes."""
         if pending.future.done() and not pending.future.cancelled():
-            pending.future.exception()  # looked at, whether or not a cancel came first
+            failed = pending.future.exception() is not None  # looked at, whether or not a cancel came first
+            if not failed and not taken:  # it had come when its caller was cancelled, in the same turn of the loop
+                self._drop_answer(pending.future.result()[0])
         if request_id not in self._pending:
             return
         pending.future.cancel()

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.api import Deadline, Retention, SaveOutcome, Staged
 from kvstore.client import ClientOptions, RemoteStore, connect, parse_address
+from kvstore.client.connection import Connection
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.service.limits import ServiceLimits
@@ -21,6 +22,7 @@ from kvstore.testing.dict_store import DictStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
+from kvstore.wire import messages
 
 PROMPT = Prompt(ATTENTION, "calls", 256, payload_bytes=2 << 20)
 
@@ -191,6 +193,26 @@ async def test_stages_that_nobody_waits_for_leave_no_lease(node: Node) -> None:
         await asyncio.wait([stage])
         if not stage.cancelled() and (lease := stage.result().lease) is not None:
             await client.release(lease)
+    await until(lambda: len(node.behind.leases) == 1)  # the first one, of `staged`
+
+
+async def test_a_stage_cancelled_in_the_turn_of_its_answer_leaves_no_lease(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer has come and its caller has not run yet: nobody but the connection knows the lease."""
+    client = await node.client()
+    await node.staged(client)
+    answered = Connection._answered
+
+    def answered_and_cancelled(self: Connection, message: messages.Reply, payload: memoryview | None) -> None:
+        answered(self, message, payload)
+        stage.cancel()
+
+    monkeypatch.setattr(Connection, "_answered", answered_and_cancelled)
+    stage = asyncio.ensure_future(client.stage(PROMPT.query(), deadline=soon()))
+    await asyncio.wait([stage])
+    assert stage.cancelled()
+    monkeypatch.undo()
     await until(lambda: len(node.behind.leases) == 1)  # the first one, of `staged`
 
 
