@@ -25,8 +25,7 @@ __all__ = ["NUM_DESCRIPTORS", "ORDER_BYTES_MAX"]
 
 ORDER_BYTES_MAX = 128 << 10
 NUM_DESCRIPTORS = 4
-_MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core")
-"""No worker: importing one model runner changes what another one finds."""
+_MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 
 
 def main() -> None:
@@ -84,8 +83,7 @@ def _be_engine(parent_pid: int, order: dict[str, Any], stdin: int, output: int, 
     os.close(stdin)
     os.close(output)
     sys.stdin = os.fdopen(0, closefd=False)
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    os.environ.update(order["environment"])  # beside what was set while vLLM was imported
     os.set_inheritable(answers, False)
     with os.fdopen(answers, "w", buffering=1) as file:
         serve(order["spec"], file)

@@ -203,7 +203,7 @@ class EngineProcess:
                 raise EngineFailed(f"the engine ended (exit {self._child.wait()})\n{self._log_tail()}")
             message: dict[str, Any] = json.loads(line)
             if message["event"] != expected:
-                raise EngineFailed(f"expected {expected}, the engine said {line[:2000]}\n{self._log_tail()}")
+                raise EngineFailed(f"expected {expected}, the engine said {line[:6000]}\n{self._log_tail()}")
             return message
 
     def _log_tail(self) -> str:
