@@ -59,16 +59,21 @@ class EngineSpec:
 
     def engine_arguments(self) -> dict[str, Any]:
         """What vLLM's `LLM` is called with."""
+        config = json.loads((Path(self.checkpoint) / "config.json").read_text())
+        dtype = self.dtype or config["dtype"]
+        # where a processor has AMX vLLM would choose the kernels for it, which take no float32
+        needs_reference = "kv_lora_rank" in config and dtype == "float32"
         arguments: dict[str, Any] = {
             "model": str(self.checkpoint),
             "skip_tokenizer_init": True,
             "enforce_eager": True,
             "enable_prefix_caching": True,
             "disable_log_stats": False,
-            "dtype": self.dtype or json.loads((Path(self.checkpoint) / "config.json").read_text())["dtype"],
+            "dtype": dtype,
             "max_model_len": self.max_model_len,
             "async_scheduling": self.async_scheduling,
             "block_size": self.block_size,
+            "attention_backend": "CPU_MLA" if needs_reference else None,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_transfer_config": self.kv_transfer or connector_config(self.connector),
             **self.arguments,
