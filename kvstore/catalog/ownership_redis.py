@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -40,15 +40,19 @@ class RedisOwnership(Ownership):
         self._owner = secrets.token_bytes(16)  # names this process among all that share the server
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
-        held = self._client.eval(_HOLD, 1, f"{_ROOT}/{name}", self._owner, self._lease_ms)
-        return bool(await self._ask(held, deadline))
+        held = await self._ask(
+            lambda: self._client.eval(_HOLD, 1, f"{_ROOT}/{name}", self._owner, self._lease_ms), deadline
+        )
+        return bool(held)
 
     async def release(self, name: str, *, deadline: Deadline) -> None:
-        await self._ask(self._client.eval(_RELEASE, 1, f"{_ROOT}/{name}", self._owner), deadline)
+        await self._ask(lambda: self._client.eval(_RELEASE, 1, f"{_ROOT}/{name}", self._owner), deadline)
 
-    async def _ask(self, call: Awaitable[Any], deadline: Deadline) -> Any:
+    @staticmethod
+    async def _ask(call: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
+        """The answer of a command that is made where it is awaited: one that was made and never sent is a warning."""
         try:
             async with deadline.scope("asking Redis for a lease"):
-                return await call
+                return await call()
         except (RedisError, OSError, TimeoutError) as error:
             raise Unavailable("Redis did not answer for a lease: check the server", error=error) from error

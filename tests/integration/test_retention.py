@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -56,6 +58,18 @@ async def test_a_redis_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="lease"):
         await RedisOwnership(client, lease_s=1.0).hold("a", deadline=soon())
     await client.aclose()
+
+
+def test_no_command_is_made_that_is_not_sent() -> None:
+    """A lease asked for where no loop runs any more, as when a process ends: nothing is left behind that warns."""
+    asking = RedisOwnership(Redis(host="127.0.0.1", port=1), lease_s=1.0).hold("a", deadline=soon())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="event loop"):
+            asking.send(None)
+        del asking
+        gc.collect()
+    assert [str(warning.message) for warning in seen] == []
 
 
 async def test_ten_times_the_budget_is_written_and_the_budget_holds(
