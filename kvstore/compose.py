@@ -188,7 +188,7 @@ async def _open_recorder(settings: Settings, stack: AsyncExitStack, meters: Mete
     assert isinstance(catalog, RedisCatalog)
     background = Background("catalog")
     stack.push_async_callback(background.aclose)
-    background.spawn(Reconciler(catalog, meters).run(), "reconcile")
+    background.spawn(Reconciler(catalog, meters, look_s=settings.catalog_look_s).run(), "reconcile")
     return recorder
 
 

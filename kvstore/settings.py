@@ -117,6 +117,8 @@ class Settings(BaseSettings):
             connection is slower than the link, TLS above all.
         hot_in_flight_bytes: On their way to or from `hot` at a time; further reads and writes wait within their
             deadline. At least 4 MiB; it bounds what a slow Redis holds of this node's memory.
+        catalog_look_s: How often one of the services asks `hot` whether it let records go by itself, and if so compares
+            the catalog with what is there. Longer costs Redis less, and totals are right later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
         cold_bytes: What `cold` may hold, over all services, where `hot` is a Redis, which keeps the books; unset: no
             bound. Ends of prefixes leave first, whole boundaries at a time.
@@ -156,6 +158,7 @@ class Settings(BaseSettings):
     hot: Annotated[HotLocation, BeforeValidator(_hot)] = NoTier()
     hot_connections: Annotated[int, Field(ge=1, le=64)] = 4
     hot_in_flight_bytes: Annotated[Bytes, Field(ge=4 << 20)] = 256 << 20
+    catalog_look_s: Seconds = 15.0
     cold: Annotated[ColdLocation, BeforeValidator(_cold)] = Field(
         default_factory=lambda: FileLocation(default_directory() / "records")
     )

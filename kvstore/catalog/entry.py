@@ -188,6 +188,16 @@ class EntryTable:
         leaving = (self.data[:, LEAVING_AT] >> level & 1).astype(bool)
         return np.where(leaving[:, None], np.uint8(0), rows) if leaving.any() else rows
 
+    def has(self, index: int, level: Level, group: int, slice_: int) -> bool:
+        """Whether a level of one boundary has a slice, and is not being left.
+
+        Raises:
+            InvalidRequest: The layout has no such slice.
+        """
+        byte_at, bit = self.shape.bit_at(level, group, slice_)
+        entry = self.data[index]
+        return bool(entry[byte_at] >> bit & 1) and not entry[LEAVING_AT] >> level & 1
+
     def mean_bytes(self, level: Level, group: int) -> int:
         """Mean size of the group's records at a level, over all entries; 0: there are none."""
         at = self.shape.sum_at(level, group)

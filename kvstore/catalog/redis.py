@@ -21,12 +21,15 @@ from kvstore.catalog.base import (
 )
 from kvstore.catalog.changes import entry_of, packed_with
 from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.ownership import Ownership
+from kvstore.catalog.ownership_redis import RedisOwnership
 from kvstore.catalog.redis_nodes import Argument, Command, RedisNodes
 from kvstore.catalog.redis_scripts import ADD, FINISH, OBSERVE, PIN, REMOVE, START, STOP, USE, Script
 from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
 from kvstore.catalog.redis_values import parse_tombstone, parse_totals, sum_totals
-from kvstore.errors import Closed, InvalidRequest
-from kvstore.format.names import namespace_root
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
+from kvstore.format.manifest import parse_manifest
+from kvstore.format.names import manifest_name, namespace_root
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -198,18 +201,38 @@ class RedisCatalog(Catalog):
             calls.append(self._call(OBSERVE, namespace, prefix, Level.HOT, *arguments))
         return sum(await self._run(calls, deadline))
 
-    async def take_lease(self, name: str, token: str, lease_s: int, *, deadline: Deadline) -> bool:
-        """Whether whoever shows `token` may do what `name` names, for so long: nobody else may meanwhile."""
+    async def know(self, namespace: NamespaceId, *, deadline: Deadline) -> bool:
+        """Whether entries of a namespace can be read here: it was registered, or is described by the manifest that
+        stands beside its records in this very Redis.
+        """
         self._check_open()
-        key = f"{_ROOT}/lease/{name}"
-        if await self._nodes.one(("SET", key, token, "NX", "EX", lease_s), deadline=deadline):
+        if namespace in self._shapes:
             return True
-        holder = await self._nodes.one(("GET", key), deadline=deadline)
-        return holder is not None and bytes(holder) == token.encode()
+        manifest = await self._nodes.one(("GET", manifest_name(namespace)), deadline=deadline)
+        try:
+            description = parse_manifest(bytes(manifest), namespace) if manifest is not None else None
+            layout = description.layout() if description is not None else None
+        except (CorruptRecord, UnsupportedFormat, InvalidRequest):
+            return False
+        if description is None or layout is None:
+            return False
+        await self.register(namespace, layout, description.tenant, deadline=deadline)
+        return True
 
-    def registered(self) -> list[NamespaceId]:
-        """Namespaces that were registered with this object."""
-        return list(self._shapes)
+    def ownership(self, lease_s: float) -> Ownership:
+        """Leases among those who share this Redis."""
+        return RedisOwnership(self._nodes.client, lease_s=lease_s)
+
+    async def note(self, name: str, text: str, *, deadline: Deadline) -> None:
+        """Leave a text for other services, and for later ones."""
+        self._check_open()
+        await self._nodes.one(("SET", f"{_ROOT}/{name}", text), deadline=deadline)
+
+    async def noted(self, name: str, *, deadline: Deadline) -> str | None:
+        """What was noted last under a name."""
+        self._check_open()
+        text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
+        return None if text is None else bytes(text).decode()
 
     async def clear(self, *, deadline: Deadline) -> None:
         await self.set_complete(False, deadline=deadline)

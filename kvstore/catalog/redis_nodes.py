@@ -44,7 +44,7 @@ class RedisNodes:
     """
 
     def __init__(self, client: Redis | RedisCluster) -> None:
-        self._client = client
+        self.client = client
         self._calls = asyncio.Semaphore(_CALLS_MAX)
         self.is_cluster = isinstance(client, RedisCluster)
 
@@ -64,7 +64,7 @@ class RedisNodes:
             async with deadline.scope("asking the catalog in Redis"):
                 if not self.is_cluster:
                     return await self._on_node(None, commands)
-                cluster = cast(RedisCluster, self._client)
+                cluster = cast(RedisCluster, self.client)
                 await cluster.initialize()
                 by_node: dict[Any, dict[int, Sequence[Command]]] = {}
                 for slot, listed in commands.items():
@@ -76,13 +76,13 @@ class RedisNodes:
         """Run one command whose key need not share a slot with others."""
         with _translated():
             async with deadline.scope("asking the catalog in Redis"), self._calls:
-                return await cast(Awaitable[Any], self._client.execute_command(*command))
+                return await cast(Awaitable[Any], self.client.execute_command(*command))
 
     async def scan(self, pattern: str, *, count: int, deadline_s: float) -> AsyncIterator[list[bytes]]:
         """Batches of names that fit a pattern, over all nodes; a name may come twice."""
         nodes: list[Any] = [None]
         if self.is_cluster:
-            cluster = cast(RedisCluster, self._client)
+            cluster = cast(RedisCluster, self.client)
             with _translated():
                 await cluster.initialize()
             nodes = list(cluster.get_primaries())
@@ -104,7 +104,7 @@ class RedisNodes:
         with _translated():
             async with deadline.scope("asking Redis about itself"):
                 if self.is_cluster:
-                    cluster = cast(RedisCluster, self._client)
+                    cluster = cast(RedisCluster, self.client)
                     await cluster.initialize()
                     nodes = list(cluster.get_primaries())
                 texts = [(await self._exchange(node, [("INFO", section)], strict=True))[0] for node in nodes]
@@ -133,11 +133,11 @@ class RedisNodes:
         """One command by itself: the client finds the slot's new node, the script goes along."""
         if command[0] == "EVALSHA":
             command = ("EVAL", _TEXTS[str(command[1])], *command[2:])
-        return await cast(Awaitable[Any], self._client.execute_command(*command))
+        return await cast(Awaitable[Any], self.client.execute_command(*command))
 
     async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
         """Send all and read all replies on one connection; errors of single commands are replies unless `strict`."""
-        pool = cast(Any, self._client).connection_pool if node is None else None
+        pool = cast(Any, self.client).connection_pool if node is None else None
         connection = await pool.get_connection() if pool is not None else node.acquire_connection()
         replies: list[Any] = []
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.catalog.entry import Level
@@ -14,13 +15,16 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Reconciler", "ServerFacts", "facts_of"]
+__all__ = ["Reconciler", "ServerFacts", "facts_of", "format_facts", "parse_facts"]
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 15.0
 """So often the servers are asked whether they let something go, so that all of it is noted within 60 s."""
-_LEASE_S = 25
+_LEASE = "reconcile"
+_LEASE_S = 20.0
+_NOTE = "reconciled"
+"""Holds what servers told when somebody had last looked at everything."""
 _CALL_S = 10.0
 _BATCH = 256
 
@@ -43,9 +47,23 @@ def facts_of(server: dict[str, str], stats: dict[str, str]) -> ServerFacts:
     return ServerFacts(server.get("run_id", ""), int(stats.get("evicted_keys", 0)) + int(stats.get("expired_keys", 0)))
 
 
+def format_facts(facts: list[ServerFacts]) -> str:
+    """As text that services leave each other."""
+    return json.dumps([[one.run, one.gone] for one in facts])
+
+
+def parse_facts(text: str) -> list[ServerFacts] | None:
+    """The inverse; `None` for what is no such text."""
+    try:
+        return [ServerFacts(str(run), int(gone)) for run, gone in json.loads(text)]
+    except (ValueError, TypeError):
+        return None
+
+
 class Reconciler:
-    """Looks every 15 s whether a server evicted, expired or lost anything, and if so at every hot boundary; of several
-    services one does. A server that was replaced may lack changes: the catalog is then marked as not complete.
+    """Looks now and then whether a server evicted, expired or lost anything, and if so at every hot boundary; of
+    several services one does, and notes what it saw for the others. A server that was replaced may lack changes: the
+    catalog is then marked as not complete.
 
     Args:
         catalog: Stays the caller's.
@@ -57,52 +75,68 @@ class Reconciler:
         self._catalog = catalog
         self._meters = meters
         self._look_s = look_s
-        self._token = secrets.token_hex(8)  # nobody else's: whose lease it is
+        self._ownership = catalog.ownership(_LEASE_S)
         self._facts: list[ServerFacts] | None = None
 
     async def run(self) -> None:
-        """Look for ever; a Redis that does not answer is asked again the next time."""
+        """Look for ever; a Redis that does not answer is asked again the next time. It rests for as long as it worked,
+        so that a Redis which evicts all the time is busy with this for half of the time at most.
+        """
         while True:
+            started_s = asyncio.get_running_loop().time()
             try:
                 await self.look()
             except (Unavailable, CorruptRecord, InvalidRequest):
                 self._meters.add("catalog_failures", call="reconcile")
             except Closed:
                 return
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(max(self._look_s, asyncio.get_running_loop().time() - started_s))
 
     async def look(self) -> int:
         """Reconcile if anything is gone; returns how many records were."""
+        facts = await self._look_at_servers()
+        if facts == self._facts or not await self._hold():
+            return 0  # whoever looks now may die: without the lease nothing is taken as seen
+        try:
+            lost = await self._reconcile(facts)
+        finally:
+            await self._release()
+        self._facts = facts
+        return lost
+
+    async def _look_at_servers(self) -> list[ServerFacts]:
         deadline = Deadline.after(_CALL_S)
         servers = await self._catalog.info("server", deadline=deadline)
         stats = await self._catalog.info("stats", deadline=deadline)
-        facts = sorted(
+        return sorted(
             (facts_of(server, stat) for server, stat in zip(servers, stats, strict=True)), key=lambda one: one.run
         )
-        before, self._facts = self._facts, facts
-        if facts == before:
-            return 0
-        if not await self._catalog.take_lease("reconcile", self._token, _LEASE_S, deadline=deadline):
-            self._facts = before  # whoever looks now may die: the next one to have the lease looks again
-            return 0
-        if before is not None and {one.run for one in facts} != {one.run for one in before}:
+
+    async def _reconcile(self, facts: list[ServerFacts]) -> int:
+        deadline = Deadline.after(_CALL_S)
+        noted = await self._catalog.noted(_NOTE, deadline=deadline)
+        seen = self._facts if noted is None else parse_facts(noted)
+        if seen is not None and {one.run for one in facts} != {one.run for one in seen}:
             await self._catalog.set_complete(False, deadline=deadline)
             _log.warning(
                 "a Redis of the catalog was restarted or replaced and may lack entries: lookups ask the tiers as well "
                 "until `kvstore reindex` was run"
             )
-        try:
-            lost = await self.walk()
-        except BaseException:
-            self._facts = before  # what was not looked at is looked at the next time
-            raise
+        if noted is not None and facts == seen:  # another service has been here
+            return 0
+        lost = await self.walk()
+        await self._catalog.note(_NOTE, format_facts(facts), deadline=Deadline.after(_CALL_S))
         self._meters.add("catalog_reconciled", lost)
         return lost
 
     async def walk(self) -> int:
-        """Look at every boundary that the catalog tells of at the hot level; returns how many records were gone."""
+        """Look at every boundary that the catalog tells of at the hot level, of whichever namespace; returns how many
+        records were gone.
+        """
         lost = 0
-        for namespace in self._catalog.registered():
+        for namespace in await self._catalog.namespaces(deadline=Deadline.after(_CALL_S)):
+            if not await self._catalog.know(namespace, deadline=Deadline.after(_CALL_S)):
+                continue  # nothing that this service could read; whoever has opened it sees to it
             prefixes: list[PrefixHash] = []
             async for entry in self._catalog.iterate(namespace):
                 if any(entry.slices[Level.HOT]):
@@ -116,4 +150,13 @@ class Reconciler:
     async def _observe(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> int:
         if not prefixes:
             return 0
+        await self._hold()  # for as long as it takes
         return await self._catalog.observe_hot(namespace, prefixes, deadline=Deadline.after(_CALL_S))
+
+    async def _hold(self) -> bool:
+        return await self._ownership.hold(_LEASE, deadline=Deadline.after(_CALL_S))
+
+    async def _release(self) -> None:
+        """So that the lease need not expire, which is what would be looked at next."""
+        with suppress(Unavailable):
+            await self._ownership.release(_LEASE, deadline=Deadline.after(_CALL_S))

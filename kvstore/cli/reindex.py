@@ -22,7 +22,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
-from kvstore.store.reindexing import Checkpoint, ReindexReport, reindex_level
+from kvstore.store.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
 
@@ -65,39 +65,40 @@ async def _run(
     reports = {}
     async with open_catalog(settings) as catalog:
         for level, location in locations.items():
-            if not remembered.is_done(level):
-                async with open_tier(location, settings) as tier:
-                    with _bar(quiet=quiet) as progress:
-                        report = await _one(catalog, tier, level, remembered, _teller(progress, str(location)))
-                reports[str(location)] = report
-                remembered.finish(level)
+            if remembered.is_done(level):
+                typer.echo(f"{location}: done by a run that was interrupted behind it", err=True)
+                continue
+            if num_records := remembered.num_records(level):
+                typer.echo(
+                    f"{location}: goes on behind {num_records:,} records of a run that was interrupted", err=True
+                )
+            async with open_tier(location, settings) as tier:
+                with _bar(quiet=quiet) as progress:
+                    report = await _one(catalog, tier, level, remembered, _shower(progress, str(location)))
+            reports[str(location)] = report
+            remembered.finish(level)
         await catalog.set_complete(True, deadline=Deadline.after(_CALL_S))
     return reports
 
 
 async def _one(
-    catalog: Catalog, tier: Tier, level: Level, remembered: _Remembered, tell: Callable[[ReindexReport], None]
+    catalog: Catalog, tier: Tier, level: Level, remembered: _Remembered, show: Callable[[ReindexReport], None]
 ) -> ReindexReport:
-    start = remembered.start(level)
-    return await reindex_level(
-        catalog,
-        tier,
-        level,
-        clock=SYSTEM_CLOCK,
-        start=start,
-        save=lambda checkpoint: remembered.save(level, checkpoint),
-        tell=tell,
-    )
+    def tell(report: ReindexReport) -> None:
+        remembered.save(level, report.num_records)
+        show(report)
+
+    return await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, tell=tell)
 
 
-def _teller(progress: Progress, location: str) -> Callable[[ReindexReport], None]:
+def _shower(progress: Progress, location: str) -> Callable[[ReindexReport], None]:
     bar = progress.add_task(f"{location}: listing", total=None)
 
-    def tell(report: ReindexReport) -> None:
+    def show(report: ReindexReport) -> None:
         text = f"{location}: {report.num_records:,} records, {report.num_bytes / 1e9:,.1f} GB"
         progress.update(bar, description=text)
 
-    return tell
+    return show
 
 
 class _Remembered:
@@ -107,18 +108,21 @@ class _Remembered:
         text = " ".join(str(location) for location in locations.values())
         self._path = folder / f"reindex-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         try:
-            self._values: dict[str, str | bool] = json.loads(self._path.read_text())
+            values = json.loads(self._path.read_text())
         except (OSError, ValueError):
-            self._values = {}
+            values = {}
+        self._values: dict[str, object] = values if isinstance(values, dict) else {}
 
     def is_done(self, level: Level) -> bool:
         return self._values.get(f"{level.name}_done") is True
 
-    def start(self, level: Level) -> Checkpoint:
-        return Checkpoint(str(self._values.get(level.name, "")))
+    def num_records(self, level: Level) -> int:
+        """Records that the catalog knew of when the run was interrupted."""
+        number = self._values.get(level.name)
+        return number if isinstance(number, int) else 0
 
-    def save(self, level: Level, checkpoint: Checkpoint) -> None:
-        self._write({level.name: checkpoint.after})
+    def save(self, level: Level, num_records: int) -> None:
+        self._write({level.name: max(num_records, self.num_records(level))})
 
     def finish(self, level: Level) -> None:
         self._write({f"{level.name}_done": True})
@@ -127,7 +131,7 @@ class _Remembered:
         self._values = {}
         self._path.unlink(missing_ok=True)
 
-    def _write(self, values: dict[str, str | bool]) -> None:
+    def _write(self, values: dict[str, object]) -> None:
         self._values |= values
         self._path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._path.with_suffix(".new")
@@ -153,7 +157,7 @@ def _show(name: str, report: ReindexReport) -> None:
         f"{name}: {report.num_records:,} records, {report.num_bytes:,} bytes, {len(report.namespaces)} namespaces"
     )
     if report.num_skipped:
-        typer.echo(f"  told by an interrupted run: {report.num_skipped:,}")
+        typer.echo(f"  in the catalog already: {report.num_skipped:,}")
     if report.num_stale:
         typer.echo(f"  taken off, they are not there: {report.num_stale:,}")
     for namespace in report.unknown_namespaces:

@@ -9,33 +9,21 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeVar, cast
 
 from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Removal
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
-from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, Tier
 
-__all__ = ["Checkpoint", "ReindexReport", "mark_if_empty", "reindex_level"]
+__all__ = ["ReindexReport", "mark_if_empty", "reindex_level"]
 
 T = TypeVar("T")
 
 _BATCH = 2048
 _CALL_S = 30.0
 _ATTEMPTS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """How far a reindex of one level came.
-
-    Attributes:
-        after: Name of the last record that the catalog was told of, in a tier that lists names in order; or empty.
-    """
-
-    after: str = ""
 
 
 @dataclass(slots=True)
@@ -45,7 +33,7 @@ class ReindexReport:
     Attributes:
         num_records: Records that were listed.
         num_bytes: Their bytes.
-        num_skipped: Of these, told by an earlier run that was interrupted.
+        num_skipped: Of these, known to the catalog already: told by services, or by a run that was interrupted.
         num_stale: Records that the catalog told of and that are not there: taken off.
         num_unknown: Records of namespaces without a readable manifest, which the catalog cannot hold.
         namespaces: Namespaces met, in hex.
@@ -74,33 +62,30 @@ async def reindex_level(
     level: Level,
     *,
     clock: Clock,
-    start: Checkpoint | None = None,
-    save: Callable[[Checkpoint], None] = lambda checkpoint: None,
     tell: Callable[[ReindexReport], None] = lambda report: None,
 ) -> ReindexReport:
-    """Tell the catalog of every record of a tier, and take off what is not there. Services may go on meanwhile: what
-    they store and delete they tell themselves, and what was used since the start is not taken off.
+    """Tell the catalog of every record of a tier that it lacks, and take off what is not there. Services may go on
+    meanwhile: what they store and delete they tell themselves, and what was used since the start is not taken off.
 
-    Needs some 500 bytes of memory for each boundary. Positions and parents are learnt when the records are read.
+    Interrupted and called again, it lists again and goes on telling where it was, whatever the tier's order: what the
+    catalog has by then is only read. Needs some 500 bytes of memory for each boundary. Positions and parents are learnt
+    when the records are read.
 
     Args:
         catalog: Where to tell.
         tier: What to walk over.
         level: What the tier is to the catalog.
         clock: For what was used since.
-        start: Where an earlier run was interrupted.
-        save: Called now and then with how far it came.
-        tell: Called now and then with the report so far.
+        tell: Called with the report so far, after every few records that the catalog was told of.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row: run it again, it goes on.
     """
-    walk = _Walk(catalog, tier, level, start or Checkpoint(), ReindexReport())
+    walk = _Walk(catalog, tier, level)
     started_s = clock.wall_ms() // 1000
     async for entry in tier.scan():
         if await walk.see(entry):
             await walk.flush()
-            save(walk.checkpoint)
             tell(walk.report)
     await walk.flush()
     for namespace in walk.known:
@@ -129,18 +114,14 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
 class _Walk:
     """One run over one level."""
 
-    def __init__(self, catalog: Catalog, tier: Tier, level: Level, start: Checkpoint, report: ReindexReport) -> None:
-        self.checkpoint = start
-        self.report = report
+    def __init__(self, catalog: Catalog, tier: Tier, level: Level) -> None:
+        self.report = ReindexReport()
         self.known: dict[NamespaceId, bool] = {}
         self._catalog = catalog
         self._tier = tier
         self._level = level
-        self._skip_to = start.after
         self._seen: Seen = {}
         self._batch: list[Addition] = []
-        self._last_name = ""
-        self._ordered = True
 
     async def see(self, entry: Entry) -> bool:
         """Take one record; true when enough were taken for a `flush`."""
@@ -156,21 +137,33 @@ class _Walk:
             return False  # listed twice
         bits[0] |= 1 << key.slice
         bits[1] += entry.num_bytes
-        name = format_name(key)
-        self._ordered = self._ordered and name > self._last_name
-        self._last_name = name
-        if self._ordered and name <= self._skip_to:
-            report.num_skipped += 1
-            return False
         self._batch.append(Addition(key, self._level, entry.num_bytes, 0))
         return len(self._batch) >= _BATCH
 
     async def flush(self) -> None:
         batch, self._batch = self._batch, []
-        if batch:
-            await self._patiently(lambda deadline: self._catalog.add(batch, deadline=deadline))
-        if self._ordered and self._last_name:
-            self.checkpoint = Checkpoint(self._last_name)
+        lacking = await self._lacking(batch)
+        self.report.num_skipped += len(batch) - len(lacking)
+        if lacking:
+            await self._patiently(lambda deadline: self._catalog.add(lacking, deadline=deadline))
+
+    async def _lacking(self, batch: list[Addition]) -> list[Addition]:
+        """Those that the catalog does not have."""
+        prefixes: dict[NamespaceId, dict[PrefixHash, int]] = {}
+        for one in batch:
+            rows = prefixes.setdefault(one.key.namespace, {})
+            rows.setdefault(one.key.prefix, len(rows))
+        tables = {namespace: await self._look_up(namespace, list(rows)) for namespace, rows in prefixes.items()}
+        return [
+            one
+            for one in batch
+            if not tables[one.key.namespace].has(
+                prefixes[one.key.namespace][one.key.prefix], self._level, one.key.group, one.key.slice
+            )
+        ]
+
+    async def _look_up(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> EntryTable:
+        return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
     async def sweep(self, namespace: NamespaceId, started_s: int) -> None:
         """Take off what the catalog tells of a level and the walk did not see."""

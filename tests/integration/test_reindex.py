@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +26,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
-from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.testing.servers import CephRgw, RedisServer, redis_server
 
 pytestmark = pytest.mark.servers
 
@@ -30,10 +35,22 @@ def soon() -> Deadline:
     return Deadline.after(20.0)
 
 
-def settings_for(redis: RedisServer, folder: Path) -> Settings:
-    return load_settings(
-        {"memory_bytes": "64MiB", "hot": redis.url, "cold": f"file://{folder}/records", "disk_bytes": "256MiB"}
-    )
+def settings_for(redis: RedisServer, cold: Path | str) -> Settings:
+    cold = cold if isinstance(cold, str) else f"file://{cold}/records"
+    return load_settings({"memory_bytes": "64MiB", "hot": redis.url, "cold": cold, "disk_bytes": "256MiB"})
+
+
+@pytest.fixture(params=["directory", "s3"])
+def cold(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where records end up: the setting."""
+    if request.param == "directory":
+        return f"file://{tmp_path}/records"
+    rgw: CephRgw = request.getfixturevalue("shared_rgw")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", rgw.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", rgw.secret_key)
+    bucket = f"reindex-{secrets.token_hex(4)}"
+    rgw.create_bucket(bucket)
+    return f"s3://{bucket}/records?endpoint_url={rgw.endpoint_url}&region={rgw.region}"
 
 
 async def _totals(settings: Settings, namespace: NamespaceId) -> NamespaceTotals:
@@ -57,24 +74,54 @@ async def _save(settings: Settings, prompts: list[Prompt]) -> None:
         assert await store.drain(soon()) == 0
 
 
-def _reindex(redis: RedisServer, folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    for name, value in {"HOT": redis.url, "COLD": f"file://{folder}/records", "DISK_BYTES": "256MiB"}.items():
-        monkeypatch.setenv(f"KVSTORE_{name}", value)
-    return main(["reindex", "--json", "--state", str(folder / "state"), *flags])
+def _variables(redis: RedisServer, cold: str) -> dict[str, str]:
+    return {"KVSTORE_HOT": redis.url, "KVSTORE_COLD": cold, "KVSTORE_DISK_BYTES": "256MiB"}
+
+
+def _reindex(redis: RedisServer, cold: str, state: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    for name, value in _variables(redis, cold).items():
+        monkeypatch.setenv(name, value)
+    return main(["reindex", "--json", "--state", str(state)])
+
+
+async def _stage_all(settings: Settings, prompts: list[Prompt]) -> list[int]:
+    """Resume every prompt with a service whose memory is empty; each record is bit for bit what was saved, and was in
+    the cold tier.
+    """
+    resumed = []
+    async with open_store(settings) as store:
+        for prompt in prompts:
+            await store.open_namespace(prompt.description, deadline=soon())
+            found = await store.lookup(prompt.query(), deadline=soon())
+            staged = await store.stage(prompt.query(), deadline=soon())
+            assert staged.resume_tokens == found.resume_tokens
+            assert staged.lease is not None and staged.sources.keys() == {store._tier_names[2]}
+            expected = {record.key: record for record in prompt.records()}
+            for key in staged.keys:
+                assert (await store.load(staged.lease, key, deadline=soon())).data == expected[key].data
+            resumed.append(staged.resume_tokens)
+    return resumed
 
 
 def test_what_redis_forgot_is_found_again(
-    shared_redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_redis: RedisServer,
+    cold: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """FLUSHALL: lookups go on by asking the tiers; after a reindex the totals of the cold tier equal those before and a
-    full scan, and the hits are those before.
+    full scan, the catalog is believed again, and hits are those before, bit for bit from the cold tier.
     """
     prompts = [Prompt(HYBRID, name, 300) for name in "abc"]
-    settings, namespace = settings_for(shared_redis, tmp_path), prompts[0].namespace
+    settings, namespace = settings_for(shared_redis, cold), prompts[0].namespace
+
+    async def flush() -> None:
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            await client.flushall()
 
     async def before() -> NamespaceTotals:
-        client = Redis(host=shared_redis.host, port=shared_redis.port)
-        await client.flushall()
+        await flush()
         await _save(settings, prompts)
         totals = await _totals(settings, namespace)
         for level in Level:
@@ -83,8 +130,6 @@ def test_what_redis_forgot_is_found_again(
             assert told.num_records == sum(len(prompt.records()) for prompt in prompts)
         async with open_catalog(settings) as catalog:
             assert await catalog.is_complete(deadline=soon())
-        await client.flushall()
-        await client.aclose()
         return totals
 
     async def looked_up() -> list[int]:
@@ -93,16 +138,90 @@ def test_what_redis_forgot_is_found_again(
             found = [await store.lookup(prompt.query(), deadline=soon()) for prompt in prompts]
             return [one.resume_tokens for one in found]
 
+    async def is_complete() -> bool:
+        async with open_catalog(settings) as catalog:
+            return await catalog.is_complete(deadline=soon())
+
     totals = asyncio.run(before())
-    assert asyncio.run(looked_up()) == [288, 288, 288]
-    assert _reindex(shared_redis, tmp_path, monkeypatch) == 0
+    hits = asyncio.run(looked_up())
+    assert hits == [288, 288, 288]
+    asyncio.run(flush())
+    assert asyncio.run(looked_up()) == hits
+    assert not asyncio.run(is_complete())
+    assert _reindex(shared_redis, cold, tmp_path / "state", monkeypatch) == 0
     reports = json.loads(capsys.readouterr().out)
-    cold = reports[str(settings.cold)]
-    assert (cold["num_records"], cold["num_stale"]) == (totals.levels[Level.COLD].num_records, 0)
+    report = reports[str(settings.cold)]
+    assert (report["num_records"], report["num_stale"]) == (totals.levels[Level.COLD].num_records, 0)
     again = asyncio.run(_totals(settings, namespace))
     assert again.levels[Level.COLD] == totals.levels[Level.COLD]
     assert again.levels[Level.HOT].num_records == 0
-    assert asyncio.run(looked_up()) == [288, 288, 288]
+    assert asyncio.run(is_complete())
+    assert asyncio.run(looked_up()) == asyncio.run(_stage_all(settings, prompts)) == hits
+
+
+KILLED = """
+import os, signal, sys
+import kvstore.store.reindexing as reindexing
+from kvstore.cli.main import main
+from kvstore.cli.reindex import _Remembered
+
+reindexing._BATCH = 50
+save, calls = _Remembered.save, []
+
+def save_and_die(self, level, num_records):
+    save(self, level, num_records)
+    calls.append(level)
+    if [one.name for one in calls[-2:]] == 2 * [os.environ["DIE_IN"]]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+_Remembered.save = save_and_die
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, which is killed when the catalog knows of 100 records of the level that `DIE_IN` names."""
+
+
+def test_a_killed_reindex_goes_on(
+    shared_redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed in the middle of Redis, then of the directory: each run says what it goes on behind, and the third one
+    ends with the totals of a full scan, having told nothing twice.
+    """
+    prompts = [Prompt(HYBRID, f"killed {number}", 300, model="fifth", payload_bytes=100) for number in range(6)]
+    settings, cold = settings_for(shared_redis, tmp_path), f"file://{tmp_path}/records"
+    num_records = sum(len(prompt.records()) for prompt in prompts)
+
+    async def prepare() -> None:
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            await client.flushall()
+            await _save(settings, prompts)
+            for pattern in ("c1/*", "c1t/*"):
+                await client.delete(*[name async for name in client.scan_iter(match=pattern)])
+
+    asyncio.run(prepare())
+    told = []
+    for die_in in ("HOT", "COLD"):
+        command = [sys.executable, "-c", KILLED, "reindex", "--json", "--state", str(tmp_path / "state")]
+        environment = {**os.environ, **_variables(shared_redis, cold), "DIE_IN": die_in}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        told.append(done.stderr.strip())
+    assert _reindex(shared_redis, cold, tmp_path / "state", monkeypatch) == 0
+    printed = capfd.readouterr()
+    told.append(printed.err.strip())
+    hot = str(settings.hot)
+    assert told == [
+        "",
+        f"{hot}: goes on behind 100 records of a run that was interrupted",
+        f"{hot}: done by a run that was interrupted behind it\n"
+        f"{settings.cold}: goes on behind 100 records of a run that was interrupted",
+    ]
+    report = json.loads(printed.out)[str(settings.cold)]
+    assert (report["num_records"], report["num_skipped"], report["num_stale"]) == (num_records, 100, 0)
+    totals = asyncio.run(_totals(settings, prompts[0].namespace))
+    for level in Level:
+        counted = asyncio.run(_scanned(settings, level))
+        assert (totals.levels[level].num_records, totals.levels[level].num_bytes) == counted
+        assert counted[0] == num_records
 
 
 def test_what_is_not_there_is_taken_off(
@@ -123,7 +242,7 @@ def test_what_is_not_there_is_taken_off(
         await asyncio.sleep(1.1)  # what was used in this second is left alone
 
     asyncio.run(damage())
-    assert _reindex(shared_redis, tmp_path, monkeypatch) == 0
+    assert _reindex(shared_redis, f"file://{tmp_path}/records", tmp_path / "state", monkeypatch) == 0
     reports = json.loads(capsys.readouterr().out)
     assert reports[str(settings.hot)]["num_stale"] == 6
     told = asyncio.run(_totals(settings, prompt.namespace)).levels[Level.HOT]
@@ -156,7 +275,7 @@ async def _look(catalog: Catalog, prompt: Prompt) -> None:
     assert await catalog.observe_hot(prompt.namespace, prefixes, deadline=soon()) == 0
 
 
-async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path) -> None:
+async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis under a limit lets go by itself what the cold tier has: one service looks, and the totals are exact."""
     prompt = Prompt(HYBRID, "pressure", 1024, model="fourth", payload_bytes=20_000)
     with redis_server(arguments=("--maxmemory-policy", "volatile-lru")) as server:
@@ -167,7 +286,6 @@ async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path) -> No
             assert isinstance(catalog, RedisCatalog) and isinstance(other, RedisCatalog)
             for one in (catalog, other):
                 await one.register(prompt.namespace, prompt.layout, "", deadline=soon())
-            await client.delete("c1/lease/reconcile")  # of the store that has just ended
             first, second = Reconciler(catalog, Meters()), Reconciler(other, Meters())
             assert await first.look() == await second.look() == 0
             used = (await client.info("memory"))["used_memory"]
@@ -175,9 +293,16 @@ async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path) -> No
             await client.set("something", "else")
             assert int((await client.info("stats"))["evicted_keys"]) > 0
             await client.config_set("maxmemory", 0)
-            # the lease may be among what was evicted: then the other one looks too, and finds nothing
+            # the lease may be among what was evicted: then both look, and the second finds nothing
             assert sum([await first.look(), await second.look()]) > 0
-            assert await first.look() == 0
+            assert await first.look() == await second.look() == 0
+
+            async def walk() -> int:
+                raise AssertionError("nothing is gone that nobody has looked at")
+
+            third = Reconciler(other, Meters())
+            monkeypatch.setattr(third, "walk", walk)
+            assert await third.look() == 0
         told = (await _totals(settings, prompt.namespace)).levels[Level.HOT]
         assert (told.num_records, told.num_bytes) == await _scanned(settings, Level.HOT)
         await client.aclose()

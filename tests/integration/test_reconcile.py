@@ -1,0 +1,124 @@
+"""A Redis that evicts by itself under two services: the catalog's totals are a count of what is stored again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.api import Ack, SaveOutcome
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import Level
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis_reconcile import Reconciler, ServerFacts, format_facts
+from kvstore.compose import open_catalog, open_store, open_tier
+from kvstore.model.keys import NamespaceId
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.settings import Settings, load_settings
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.servers import RedisServer, redis_server
+
+pytestmark = pytest.mark.servers
+
+Counts = dict[NamespaceId, tuple[int, int]]
+
+WITHIN_S = 60.0
+"""What docs/catalog.md promises."""
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+def settings_for(server: RedisServer, folder: Path, look_s: float) -> Settings:
+    """Each service with a directory of its own, on one Redis."""
+    return load_settings(
+        {
+            **{"memory_bytes": "32MiB", "disk_bytes": "1GiB", "catalog_look_s": look_s},
+            **{"hot": server.url, "cold": f"file://{folder}/records"},
+        }
+    )
+
+
+async def scanned(settings: Settings) -> Counts:
+    """Records and bytes that Redis holds, counted one by one."""
+    counts: Counts = {}
+    async with open_tier(settings.hot, settings) as tier:
+        async for entry in tier.scan():
+            num_records, num_bytes = counts.get(entry.key.namespace, (0, 0))
+            counts[entry.key.namespace] = (num_records + 1, num_bytes + entry.num_bytes)
+    return counts
+
+
+async def told(catalog: Catalog) -> Counts:
+    """The same as the catalog has it."""
+    totals = await catalog.totals(deadline=soon())
+    counts = {namespace: of.levels[Level.HOT] for namespace, of in totals.items()}
+    return {namespace: (of.num_records, of.num_bytes) for namespace, of in counts.items() if of.num_records}
+
+
+async def save(store: TieredStore, prompts: Sequence[Prompt]) -> None:
+    """Everything is in the cold tier, and in Redis as far as that took it."""
+    for prompt in prompts:
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            assert await store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+    assert await store.drain(soon()) == 0
+
+
+def prompts_of(model: str, count: int) -> list[Prompt]:
+    """1.2 MB each."""
+    return [Prompt(HYBRID, f"{model} {number}", 256, model=model, payload_bytes=60_000) for number in range(count)]
+
+
+@pytest.mark.parametrize("look_s", [0.2, pytest.param(15.0, marks=pytest.mark.full)])
+async def test_totals_are_right_within_a_minute_of_an_eviction(look_s: float, tmp_path: Path) -> None:
+    """Two services, each with a model of its own, and a third model that nobody uses any more; Redis lets go what it
+    likes while it is written to. Its own count and the catalog's are one again, for all three.
+    """
+    abandoned = prompts_of("abandoned", 4)
+    with redis_server(maxmemory_bytes=24 << 20, arguments=("--maxmemory-policy", "volatile-lru")) as server:
+        settings = settings_for(server, tmp_path / "one", look_s)
+        async with open_store(settings) as store:
+            await save(store, abandoned)
+        async with (
+            open_store(settings) as first,
+            open_store(settings_for(server, tmp_path / "two", look_s)) as second,
+            open_catalog(settings) as catalog,
+            Redis(host=server.host, port=server.port) as client,
+        ):
+            before = await told(catalog)
+            assert before == await scanned(settings)
+            await asyncio.gather(save(first, prompts_of("first", 12)), save(second, prompts_of("second", 12)))
+            evicted = int((await client.info("stats"))["evicted_keys"])
+            started_s = time.monotonic()
+            async with asyncio.timeout(WITHIN_S):
+                while (now := await told(catalog)) != await scanned(settings):
+                    await asyncio.sleep(0.05)
+            print(f"evicted={evicted} looked every {look_s} s, right after {time.monotonic() - started_s:.1f} s")
+            assert evicted > 0
+            assert now.get(abandoned[0].namespace, (0, 0)) < before[abandoned[0].namespace]
+            assert await catalog.is_complete(deadline=soon())
+
+
+async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: RedisServer, tmp_path: Path) -> None:
+    """Services note which server they have seen: the next one to start sees that it is another, and that the catalog
+    may lack what was told to the one before.
+    """
+    settings = settings_for(shared_redis, tmp_path, 15.0)
+    async with open_catalog(settings) as catalog:
+        assert isinstance(catalog, RedisCatalog)
+        await catalog.clear(deadline=soon())
+        await catalog.set_complete(True, deadline=soon())
+        await catalog.note("reconciled", format_facts([ServerFacts("a run that has ended", 0)]), deadline=soon())
+        await Reconciler(catalog, Meters()).look()
+        assert not await catalog.is_complete(deadline=soon())
+        await catalog.set_complete(True, deadline=soon())
+        await Reconciler(catalog, Meters()).look()
+        assert await catalog.is_complete(deadline=soon())
