@@ -160,5 +160,7 @@ def _show(name: str, report: ReindexReport) -> None:
         typer.echo(f"  in the catalog already: {report.num_skipped:,}")
     if report.num_stale:
         typer.echo(f"  taken off, they are not there: {report.num_stale:,}")
+    if report.num_resized:
+        typer.echo(f"  of another size than the catalog told, put right: {report.num_resized:,}")
     for namespace in report.unknown_namespaces:
         typer.echo(f"  no readable manifest, left out: namespace {namespace}")

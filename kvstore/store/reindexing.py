@@ -35,6 +35,7 @@ class ReindexReport:
         num_bytes: Their bytes.
         num_skipped: Of these, known to the catalog already: told by services, or by a run that was interrupted.
         num_stale: Records that the catalog told of and that are not there: taken off.
+        num_resized: Groups of a boundary whose bytes the catalog had wrong: a record was replaced. Set right.
         num_unknown: Records of namespaces without a readable manifest, which the catalog cannot hold.
         namespaces: Namespaces met, in hex.
         unknown_namespaces: Those without a manifest.
@@ -44,6 +45,7 @@ class ReindexReport:
     num_bytes: int = 0
     num_skipped: int = 0
     num_stale: int = 0
+    num_resized: int = 0
     num_unknown: int = 0
     namespaces: list[str] = field(default_factory=list)
     unknown_namespaces: list[str] = field(default_factory=list)
@@ -166,22 +168,25 @@ class _Walk:
         return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
     async def sweep(self, namespace: NamespaceId, started_s: int) -> None:
-        """Take off what the catalog tells of a level and the walk did not see."""
+        """Take off what the catalog tells of a level and the walk did not see, and set bytes right."""
         if not self.known[namespace]:
             return
-        removals: list[Removal] = []
+        found = _Corrections()
         async for entry in self._catalog.iterate(namespace):
             if entry.last_use_s < started_s and self._level not in entry.leaving:
-                removals += _stale(entry, self._level, self._seen.get((namespace, entry.prefix), {}))
-            if len(removals) >= _BATCH:
-                await self._take_off(removals)
-                removals = []
-        await self._take_off(removals)
+                found.note(entry, self._level, self._seen.get((namespace, entry.prefix), {}))
+            if len(found.removals) >= _BATCH:
+                await self._correct(found)
+                found = _Corrections()
+        await self._correct(found)
 
-    async def _take_off(self, removals: list[Removal]) -> None:
-        if removals:
-            await self._patiently(lambda deadline: self._catalog.remove(removals, deadline=deadline))
-            self.report.num_stale += len(removals)
+    async def _correct(self, found: _Corrections) -> None:
+        if found.removals:
+            await self._patiently(lambda deadline: self._catalog.remove(found.removals, deadline=deadline))
+        if found.additions:
+            await self._patiently(lambda deadline: self._catalog.add(found.additions, deadline=deadline))
+        self.report.num_stale += len(found.removals) - len(found.additions)
+        self.report.num_resized += len(found.additions)
 
     async def _register(self, namespace: NamespaceId) -> bool:
         """Whether the namespace's manifest could be read, and so the catalog knows its layout."""
@@ -215,16 +220,28 @@ class _Walk:
         raise AssertionError("not reached")
 
 
-def _stale(entry: BoundaryEntry, level: Level, seen: dict[int, list[int]]) -> list[Removal]:
-    """What an entry tells of a level and was not seen; together these take off all but the bytes that were seen."""
-    removals = []
-    for group, held in enumerate(entry.slices[level]):
-        bits, num_bytes = seen.get(group, (0, 0))
-        too_many = max(0, entry.group_bytes[level][group] - num_bytes)
-        gone = held & ~bits
-        for slice_ in range(gone.bit_length()):
-            if gone >> slice_ & 1:
+class _Corrections:
+    """What to tell the catalog so that entries are what was seen; removals go first."""
+
+    def __init__(self) -> None:
+        self.removals: list[Removal] = []
+        self.additions: list[Addition] = []
+
+    def note(self, entry: BoundaryEntry, level: Level, seen: dict[int, list[int]]) -> None:
+        """Compare an entry with what was seen of it: together these take off all but the bytes that were."""
+        for group, held in enumerate(entry.slices[level]):
+            bits, num_bytes = seen.get(group, (0, 0))
+            told_bytes = entry.group_bytes[level][group]
+            for slice_ in _slices(held & ~bits):
                 key = RecordKey(entry.namespace, entry.prefix, group, slice_)
-                removals.append(Removal(key, level, too_many, LeaveReason.LOST))
-                too_many = 0
-    return removals
+                too_many = max(0, told_bytes - num_bytes)
+                self.removals.append(Removal(key, level, too_many, LeaveReason.LOST))
+                told_bytes -= too_many
+            if held & bits and told_bytes != num_bytes:  # one was replaced; only a group's sum is kept
+                key = RecordKey(entry.namespace, entry.prefix, group, _slices(held & bits)[0])
+                self.removals.append(Removal(key, level, told_bytes, LeaveReason.LOST))
+                self.additions.append(Addition(key, level, num_bytes, 0))
+
+
+def _slices(bits: int) -> list[int]:
+    return [slice_ for slice_ in range(bits.bit_length()) if bits >> slice_ & 1]
