@@ -13,6 +13,7 @@ from redis.exceptions import (
     AskError,
     ConnectionError,
     MovedError,
+    NoPermissionError,
     NoScriptError,
     RedisError,
     ResponseError,
@@ -169,7 +170,9 @@ def _translated() -> Iterator[None]:
         yield
     except (RedisError, OSError) as error:
         text = str(error)
-        step = (
-            "run `kvstore reindex`" if text.startswith("CATALOG") else "check that the hot Redis runs and is not full"
-        )
+        step = "check that the hot Redis runs and is not full"
+        if text.startswith("CATALOG"):
+            step = "run `kvstore reindex`"
+        elif isinstance(error, NoPermissionError):
+            step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
         raise Unavailable(f"the catalog in Redis cannot be used: {step}", error=text[:200]) from error

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kvstore.compose import open_store
+from kvstore.api import Ack
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
+from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, redis_tls_server, valkey_server
 from kvstore.testing.servers.redis_tls import TLS_PASSWORD
@@ -90,6 +96,31 @@ async def test_the_general_client_speaks_tls(tls: TlsRedis) -> None:
         assert await control.set("v1/control", b"1") is True
         assert await control.get("v1/control") == b"1"
         await control.unlink("v1/control")
+
+
+async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
+    """Catalog, pending entries, retention and reconciliation need no more rights than the documentation names."""
+    settings = load_settings(
+        {
+            **{"memory_bytes": "16MiB", "hot": tls.server.url, "cold": f"file://{tmp_path}", "disk_bytes": "64MiB"},
+            **{"cold_bytes": "32MiB", "catalog_look_s": 0.05},
+        }
+    )
+    prompt, meters = Prompt(ATTENTION, "behind TLS", 128), Meters()
+    async with open_store(settings, meters=meters) as store, open_catalog(settings) as catalog:
+        assert isinstance(catalog, RedisCatalog)
+        await catalog.clear(deadline=Deadline.after(10))
+        await store.open_namespace(prompt.description, deadline=Deadline.after(10))
+        for record in prompt.records():
+            await store.save(record, ack=Ack.HOT, deadline=Deadline.after(10))
+        assert await store.drain(Deadline.after(10)) == 0
+        totals = (await catalog.totals(deadline=Deadline.after(10)))[prompt.namespace]
+        assert [level.num_records for level in totals.levels] == [4, 4]
+        async with asyncio.timeout(10):
+            while await catalog.noted("reconciled", deadline=Deadline.after(10)) is None:
+                await asyncio.sleep(0.02)
+    failures = {name: value for name, value in meters.snapshot().items() if "failures" in name and value}
+    assert failures == {}
 
 
 async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,12 @@ def sentinel() -> Iterator[RedisSentinel]:
 
 
 @pytest.fixture(scope="module")
+def sentinel_tls() -> Iterator[RedisSentinel]:
+    with redis_sentinel(tls=True) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[RedisCluster]:
     with redis_cluster() as group:
         yield group
@@ -210,6 +216,14 @@ async def test_sentinels_primary_is_killed(tier: RedisTier, sentinel: RedisSenti
         await kill_under_traffic(tier, sentinel, sentinel.primary(), stack)
 
 
+@pytest.mark.full  # the same with other bytes on the wire
+@pytest.mark.parametrize("tier", ["sentinel_tls"], indirect=True)
+async def test_sentinels_primary_is_killed_behind_tls(tier: RedisTier, sentinel_tls: RedisSentinel) -> None:
+    """Likewise where servers and sentinels speak TLS alone and ask for a certificate."""
+    async with AsyncExitStack() as stack:
+        await kill_under_traffic(tier, sentinel_tls, sentinel_tls.primary(), stack)
+
+
 @on_cluster
 async def test_a_lookup_is_one_round_trip_per_node(
     tier: RedisTier, cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
@@ -298,7 +312,7 @@ async def test_forms_that_are_mixed_up(sentinel: RedisSentinel, cluster: RedisCl
         await tier.aclose()
 
 
-@pytest.mark.parametrize("form", ["sentinel", "cluster"])
+@pytest.mark.parametrize("form", ["sentinel", "sentinel_tls", "cluster"])
 async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> None:
     """What one store saved with nothing but this Redis behind it another resumes; with catalog and pending queue."""
     group: RedisGroup = request.getfixturevalue(form)

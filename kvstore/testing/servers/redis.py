@@ -29,8 +29,8 @@ class RedisServer:
         process: The process, not started.
         port: Where it listens.
         password: That it asks for.
-        url: How to reach it, where `redis://` does not; its readiness is then seen with `tls`.
-        tls: How to speak TLS to it.
+        url: How to reach it, where `redis://` does not.
+        certificate: A certificate that is its own authority, and its key: the server speaks TLS and asks for it.
     """
 
     def __init__(
@@ -40,14 +40,18 @@ class RedisServer:
         password: str | None = None,
         *,
         url: str | None = None,
-        tls: ssl.SSLContext | None = None,
+        certificate: tuple[Path, Path] | None = None,
     ) -> None:
         self.process = process
         self.host = "127.0.0.1"
         self.port = port
         self.password = password
         self._url = url
-        self._tls = tls
+        self.certificate = certificate
+        self._tls: ssl.SSLContext | None = None
+        if certificate is not None:
+            self._tls = ssl.create_default_context(cafile=certificate[0])
+            self._tls.load_cert_chain(*certificate)
 
     @property
     def url(self) -> str:

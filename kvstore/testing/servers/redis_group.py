@@ -15,8 +15,11 @@ from kvstore.testing.servers.install import find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 from kvstore.testing.servers.redis import RedisServer, redis_process
+from kvstore.testing.servers.redis_tls import make_certificate, tls_options
 
 __all__ = ["RedisCluster", "RedisSentinel", "redis_cluster", "redis_sentinel"]
+
+Certificate = tuple[Path, Path]
 
 _SETTLE_S = 60.0
 _START_ATTEMPTS = 3
@@ -66,7 +69,11 @@ class RedisSentinel(RedisGroup):
 
     def __init__(self, servers: Sequence[RedisServer], sentinels: Sequence[RedisServer]) -> None:
         addresses = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
-        super().__init__(servers, f"redis+sentinel://{addresses}/{_SERVICE}/0")
+        scheme, options = "redis+sentinel", ""
+        if (certificate := sentinels[0].certificate) is not None:
+            scheme = "rediss+sentinel"
+            options = f"?ca_file={certificate[0]}&cert_file={certificate[0]}&key_file={certificate[1]}"
+        super().__init__(servers, f"{scheme}://{addresses}/{_SERVICE}/0{options}")
         self.sentinels = list(sentinels)
 
     def primary(self) -> RedisServer:
@@ -117,8 +124,11 @@ class RedisCluster(RedisGroup):
 
 
 @contextlib.contextmanager
-def redis_sentinel() -> Iterator[RedisSentinel]:
+def redis_sentinel(*, tls: bool = False) -> Iterator[RedisSentinel]:
     """Run a primary, two replicas and three sentinels; a dead primary is replaced after some 2 s.
+
+    Args:
+        tls: All of them speak TLS alone, with each other too, and ask for a certificate.
 
     Raises:
         CannotInstall: There is no Redis and it could not be installed.
@@ -129,8 +139,11 @@ def redis_sentinel() -> Iterator[RedisSentinel]:
         ports = free_ports(6)
         replica = ["--replicaof", f"127.0.0.1 {ports[0]}"]
         fast = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1"]
-        servers = [_server(folder, port, fast if port == ports[0] else [*replica, *fast]) for port in ports[:3]]
-        return RedisSentinel(servers, [_sentinel(folder, port, ports[0]) for port in ports[3:]])
+        certificate = make_certificate(folder) if tls else None
+        servers = [
+            _server(folder, port, fast if port == ports[0] else [*replica, *fast], certificate) for port in ports[:3]
+        ]
+        return RedisSentinel(servers, [_sentinel(folder, port, ports[0], certificate) for port in ports[3:]])
 
     with _running(make, lambda group: [*group.servers, *group.sentinels]) as group:
         yield group
@@ -162,25 +175,37 @@ def ask(server: RedisServer, *command: str | int) -> Any:
     """
     from redis import Redis
 
-    with Redis(host=server.host, port=server.port, socket_timeout=2, protocol=2) as client:
+    options: dict[str, Any] = {}
+    if server.certificate is not None:
+        cert, key = map(str, server.certificate)
+        options = {"ssl": True, "ssl_ca_certs": cert, "ssl_certfile": cert, "ssl_keyfile": key}
+    with Redis(host=server.host, port=server.port, socket_timeout=2, protocol=2, **options) as client:
         client.response_callbacks.clear()
         return client.execute_command(*command)
 
 
-def _server(folder: Path, port: int, options: Sequence[str]) -> RedisServer:
-    return RedisServer(redis_process(folder, port, options), port)
+def _server(folder: Path, port: int, options: Sequence[str], certificate: Certificate | None = None) -> RedisServer:
+    if certificate is not None:
+        speaking = [*tls_options(port, *certificate), ("tls-replication", "yes")]
+        options = [*options, *(part for name, value in speaking for part in (f"--{name}", value))]
+    return RedisServer(redis_process(folder, port, options), port, certificate=certificate)
 
 
-def _sentinel(folder: Path, port: int, primary_port: int) -> RedisServer:
+def _sentinel(folder: Path, port: int, primary_port: int, certificate: Certificate | None) -> RedisServer:
+    listening = [("port", str(port))]
+    if certificate is not None:
+        listening = [*tls_options(port, *certificate), ("tls-replication", "yes")]
     config = folder / f"sentinel-{port}.conf"  # it writes what it learns into this file
     config.write_text(
-        f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor {_SERVICE} 127.0.0.1 {primary_port} 2\n"
+        "".join(f"{name} {value}\n" for name, value in listening)
+        + f"bind 127.0.0.1\ndir {folder}\nsentinel monitor {_SERVICE} 127.0.0.1 {primary_port} 2\n"
         f"sentinel down-after-milliseconds {_SERVICE} {_NODE_TIMEOUT_MS}\n"
         f"sentinel failover-timeout {_SERVICE} 5000\nsentinel parallel-syncs {_SERVICE} 2\n"
     )
     redis = find_or_install(["redis-server"], ["redis-server", "redis-tools"])
     command = [str(redis.program("redis-server")), str(config), "--sentinel"]
-    return RedisServer(ServerProcess(command, folder / f"sentinel-{port}.log", redis.environment()), port)
+    process = ServerProcess(command, folder / f"sentinel-{port}.log", redis.environment())
+    return RedisServer(process, port, certificate=certificate)
 
 
 def _join(group: RedisCluster) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ssl
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from kvstore.testing.servers.install import CannotInstall, find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis import RedisServer, redis_process, started
 
-__all__ = ["TLS_PASSWORD", "TLS_USER", "TlsRedis", "redis_tls_server"]
+__all__ = ["TLS_PASSWORD", "TLS_USER", "TlsRedis", "make_certificate", "redis_tls_server", "tls_options"]
 
 TLS_USER = "kvstore"
 TLS_PASSWORD = "s%cr@t/:"
@@ -22,8 +21,8 @@ _URL_LOGIN = "kvstore:s%25cr%40t%2F%3A"
 
 # The rights that docs/redis.md tells operators to give: tests with this user prove that they are enough.
 _RIGHTS = (
-    "resetchannels ~v1/* ~quarantine:v1/* ~c1/* ~kvstore:* -@all +@read +@write +@connection +@scripting +@transaction "
-    "-@dangerous +info +role +time +asking +command +cluster|slots +cluster|shards"
+    "resetchannels ~v1/* ~quarantine:v1/* ~c1/* ~c1t/* ~c1d/* ~c1o/* ~kvstore:* -@all +@read +@write +@connection "
+    "+@scripting +@transaction -@dangerous +info +role +time +asking +command +cluster|slots +cluster|shards"
 )
 
 
@@ -58,19 +57,16 @@ def redis_tls_server() -> Iterator[TlsRedis]:
     """Run one for the length of the block; errors as `redis_server`."""
     with tempfile.TemporaryDirectory(prefix="kvstore-redis-tls-") as name:
         folder = Path(name)
-        cert, key = _certificate(folder)
+        cert, key = make_certificate(folder)
         acl = folder / "users.acl"
         acl.write_text(f"user default off\nuser {TLS_USER} on >{TLS_PASSWORD} {_RIGHTS}\n")
-        context = ssl.create_default_context(cafile=cert)
-        context.load_cert_chain(cert, key)
-        files = ["--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(cert)]
 
         def make() -> RedisServer:
             (port,) = free_ports(1)
-            options = ["--port", "0", "--tls-port", str(port), *files, "--tls-auth-clients", "yes"]
+            options = [part for name, value in tls_options(port, cert, key) for part in (f"--{name}", value)]
             url = f"rediss://{_URL_LOGIN}@127.0.0.1:{port}/0?ca_file={cert}&cert_file={cert}&key_file={key}"
             process = redis_process(folder, port, [*options, "--aclfile", str(acl)])
-            return RedisServer(process, port, TLS_PASSWORD, url=url, tls=context)
+            return RedisServer(process, port, TLS_PASSWORD, url=url, certificate=(cert, key))
 
         server = started(make)
         try:
@@ -79,7 +75,13 @@ def redis_tls_server() -> Iterator[TlsRedis]:
             server.process.stop()
 
 
-def _certificate(folder: Path) -> tuple[Path, Path]:
+def tls_options(port: int, cert: Path, key: Path) -> list[tuple[str, str]]:
+    """Settings of a server that speaks TLS alone on `port`, and asks everybody for a certificate."""
+    files = [("tls-cert-file", str(cert)), ("tls-key-file", str(key)), ("tls-ca-cert-file", str(cert))]
+    return [("port", "0"), ("tls-port", str(port)), *files, ("tls-auth-clients", "yes")]
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
     """A certificate for the loopback address that is its own authority, and its key."""
     openssl = find_or_install(["openssl"], ["openssl"])
     cert, key = folder / "cert.pem", folder / "key.pem"
