@@ -106,13 +106,17 @@ class EntryShape:
         """Where a level's bits begin."""
         return self.rows_at + level * self.row_bytes
 
+    def holds(self, group: int, slice_: int) -> bool:
+        """Whether the layout has such a slice."""
+        return 0 <= group < len(self.num_slices) and 0 <= slice_ < self.num_slices[group]
+
     def bit_at(self, level: Level, group: int, slice_: int) -> tuple[int, int]:
         """Byte and bit (0 is the lowest) of a slice.
 
         Raises:
             InvalidRequest: The layout has no such slice.
         """
-        if not (0 <= group < len(self.num_slices) and 0 <= slice_ < self.num_slices[group]):
+        if not self.holds(group, slice_):
             raise InvalidRequest("the namespace has no such slice", group=group, slice=slice_, groups=self.num_slices)
         return self.row_at(level) + self.group_at[group] + slice_ // 8, slice_ % 8
 
@@ -188,6 +192,10 @@ class EntryTable:
         leaving = (self.data[:, LEAVING_AT] >> level & 1).astype(bool)
         return np.where(leaving[:, None], np.uint8(0), rows) if leaving.any() else rows
 
+    def leaves(self, index: int, level: Level) -> bool:
+        """Whether the records of one boundary at a level are being deleted."""
+        return bool(self.data[index][LEAVING_AT] >> level & 1)
+
     def has(self, index: int, level: Level, group: int, slice_: int) -> bool:
         """Whether a level of one boundary has a slice, and is not being left.
 
@@ -195,8 +203,7 @@ class EntryTable:
             InvalidRequest: The layout has no such slice.
         """
         byte_at, bit = self.shape.bit_at(level, group, slice_)
-        entry = self.data[index]
-        return bool(entry[byte_at] >> bit & 1) and not entry[LEAVING_AT] >> level & 1
+        return bool(self.data[index][byte_at] >> bit & 1) and not self.leaves(index, level)
 
     def mean_bytes(self, level: Level, group: int) -> int:
         """Mean size of the group's records at a level, over all entries; 0: there are none."""

@@ -29,13 +29,13 @@ from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
 from kvstore.catalog.redis_values import parse_tombstone, parse_totals, sum_totals
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
-from kvstore.format.names import manifest_name, namespace_root
-from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
+from kvstore.format.names import format_name, manifest_name, namespace_root
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["RedisCatalog"]
+__all__ = ["RedisCatalog", "parse_entry_name"]
 
 _ROOT = "c1"
 _NAMESPACES = f"{_ROOT}/namespaces"
@@ -62,6 +62,7 @@ class RedisCatalog(Catalog):
         self._nodes = RedisNodes(client)
         self._clock = clock
         self._shapes: dict[NamespaceId, EntryShape] = {}
+        self._tenants: dict[NamespaceId, str] = {}
         self._closed = False
 
     # what is asked
@@ -86,7 +87,7 @@ class RedisCatalog(Catalog):
     async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         shape = self._shape(namespace)
         async for batch in self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", count=_BATCH, deadline_s=_SCAN_S):
-            prefixes = [PrefixHash(prefix) for prefix in dict.fromkeys(map(_prefix_of, batch)) if prefix is not None]
+            prefixes = [prefix for prefix in dict.fromkeys(map(_prefix_of, batch)) if prefix is not None]
             entries = await self._entries(namespace, prefixes, Deadline.after(_SCAN_S, self._clock))
             for prefix, data in zip(prefixes, entries, strict=True):
                 if data is not None:
@@ -114,7 +115,7 @@ class RedisCatalog(Catalog):
 
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
         self._check_open()
-        self._shapes[namespace] = EntryShape.of(layout)
+        self._shapes[namespace], self._tenants[namespace] = EntryShape.of(layout), tenant
         await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
 
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
@@ -218,6 +219,24 @@ class RedisCatalog(Catalog):
             return False
         await self.register(namespace, layout, description.tenant, deadline=deadline)
         return True
+
+    async def register_again(self, *, deadline: Deadline) -> None:
+        """Tell what was registered here of which Redis has lost."""
+        found = await self.namespaces(deadline=deadline)
+        for namespace, tenant in self._tenants.items():
+            if namespace not in found:
+                await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
+
+    async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
+        """See `RedisNodes.next_names`: entries, and records where they share the servers, as they do."""
+        self._check_open()
+        return await self._nodes.next_names(count, deadline=deadline)
+
+    async def are_stored(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        """Whether these very servers have records."""
+        self._check_open()
+        calls = [(slot_of(key.prefix.hex().encode()), ("EXISTS", format_name(key))) for key in keys]
+        return [bool(reply) for reply in await self._run(calls, deadline)]
 
     def ownership(self, lease_s: float) -> Ownership:
         """Leases among those who share this Redis."""
@@ -334,13 +353,22 @@ def _tombstones(tag: bytes) -> bytes:
     return b"c1d/{%s}" % tag
 
 
-def _prefix_of(name: bytes) -> bytes | None:
-    text = name.partition(b"{")[2].rstrip(b"}")
+def _prefix_of(name: bytes) -> PrefixHash | None:
+    place = parse_entry_name(name)
+    return None if place is None else place[1]
+
+
+def parse_entry_name(name: bytes) -> tuple[NamespaceId, PrefixHash] | None:
+    """Whose entry stands under a name; `None`: it is no entry's."""
+    root, _, rest = name.partition(b"/")
+    namespace, _, text = rest.partition(b"/")
+    if root != _ROOT.encode() or text[:1] != b"{" or text[-1:] != b"}":
+        return None
     try:
-        prefix = bytes.fromhex(text.decode())
+        place = NamespaceId(bytes.fromhex(namespace.decode())), PrefixHash(bytes.fromhex(text[1:-1].decode()))
     except ValueError:
         return None
-    return prefix if len(prefix) == PREFIX_BYTES else None
+    return place if len(place[1]) == PREFIX_BYTES else None
 
 
 def _set_bit(byte_at: int, bit: int) -> int:

@@ -48,6 +48,7 @@ class RedisNodes:
         self.client = client
         self._calls = asyncio.Semaphore(_CALLS_MAX)
         self.is_cluster = isinstance(client, RedisCluster)
+        self._round = (0, 0)  # where `next_names` goes on: number of a node, and its cursor
 
     async def run(self, commands: Mapping[int, Sequence[Command]], *, deadline: Deadline) -> dict[int, list[Any]]:
         """Run commands and return their replies, slot by slot as they were given.
@@ -81,12 +82,8 @@ class RedisNodes:
 
     async def scan(self, pattern: str, *, count: int, deadline_s: float) -> AsyncIterator[list[bytes]]:
         """Batches of names that fit a pattern, over all nodes; a name may come twice."""
-        nodes: list[Any] = [None]
-        if self.is_cluster:
-            cluster = cast(RedisCluster, self.client)
-            with _translated():
-                await cluster.initialize()
-            nodes = list(cluster.get_primaries())
+        with _translated():
+            nodes = await self._primaries()
         for node in nodes:
             cursor: int | bytes = 0
             while True:
@@ -99,15 +96,30 @@ class RedisNodes:
                 if int(cursor) == 0:
                     break
 
+    async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
+        """Some names of whatever kind, about `count`: each call goes on behind the last one, round and round."""
+        number, cursor = self._round
+        with _translated():
+            async with deadline.scope("scanning the catalog in Redis"):
+                nodes = await self._primaries()
+                node = nodes[number % len(nodes)]
+                ((after, names),) = await self._exchange(node, [("SCAN", cursor, "COUNT", count)], strict=True)
+        self._round = (number, int(after)) if int(after) else (number + 1, 0)
+        return cast("list[bytes]", names)
+
+    async def _primaries(self) -> list[Any]:
+        """The nodes that hold keys; `None` stands for the one server."""
+        if not self.is_cluster:
+            return [None]
+        cluster = cast(RedisCluster, self.client)
+        await cluster.initialize()
+        return list(cluster.get_primaries())
+
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """A section of what each node tells of itself."""
-        nodes: list[Any] = [None]
         with _translated():
             async with deadline.scope("asking Redis about itself"):
-                if self.is_cluster:
-                    cluster = cast(RedisCluster, self.client)
-                    await cluster.initialize()
-                    nodes = list(cluster.get_primaries())
+                nodes = await self._primaries()
                 texts = [(await self._exchange(node, [("INFO", section)], strict=True))[0] for node in nodes]
         return [dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line) for text in texts]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis_sample import Sampler
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
@@ -25,6 +26,7 @@ _LEASE = "reconcile"
 _LEASE_S = 20.0
 _NOTE = "reconciled"
 """Holds what servers told when somebody had last looked at everything."""
+_NEXT_STEP = "lookups ask the tiers as well, which is slower, until `kvstore reindex` was run"
 _CALL_S = 10.0
 _BATCH = 256
 
@@ -63,7 +65,7 @@ def parse_facts(text: str) -> list[ServerFacts] | None:
 class Reconciler:
     """Looks now and then whether a server evicted, expired or lost anything, and if so at every hot boundary; of
     several services one does, and notes what it saw for the others. A server that was replaced may lack changes: the
-    catalog is then marked as not complete.
+    catalog is then marked as not complete. So it is where a sample shows records that nobody has told of.
 
     Args:
         catalog: Stays the caller's.
@@ -76,7 +78,9 @@ class Reconciler:
         self._meters = meters
         self._look_s = look_s
         self._ownership = catalog.ownership(_LEASE_S)
+        self._sampler = Sampler(catalog)
         self._facts: list[ServerFacts] | None = None
+        self._was_complete = False
 
     async def run(self) -> None:
         """Look for ever; a Redis that does not answer is asked again the next time. It rests for as long as it worked,
@@ -94,15 +98,35 @@ class Reconciler:
 
     async def look(self) -> int:
         """Reconcile if anything is gone; returns how many records were."""
+        await self._look_at_catalog()
+        sample = await self._sampler.look()
+        if sample.num_unknown:
+            self._meters.add("catalog_unknown_records", sample.num_unknown)
+            await self._doubt("Redis holds records that the catalog was never told of")
         facts = await self._look_at_servers()
-        if facts == self._facts or not await self._hold():
-            return 0  # whoever looks now may die: without the lease nothing is taken as seen
+        if (facts == self._facts and not sample.num_lost) or not await self._hold():
+            return sample.num_lost  # whoever looks now may die: without the lease nothing is taken as seen
         try:
-            lost = await self._reconcile(facts)
+            lost = sample.num_lost + await self._reconcile(facts, is_wrong=sample.num_lost > 0)
         finally:
             await self._release()
         self._facts = facts
         return lost
+
+    async def _look_at_catalog(self) -> None:
+        """See what Redis has lost of the catalog itself, as by FLUSHALL."""
+        deadline = Deadline.after(_CALL_S)
+        await self._catalog.register_again(deadline=deadline)
+        is_complete = await self._catalog.is_complete(deadline=deadline)
+        self._meters.set("catalog_complete", is_complete)
+        if self._was_complete and not is_complete:
+            _log.warning("the catalog is not complete any more: %s", _NEXT_STEP)
+        self._was_complete = is_complete
+
+    async def _doubt(self, why: str) -> None:
+        await self._catalog.set_complete(False, deadline=Deadline.after(_CALL_S))
+        self._was_complete = False
+        _log.warning("%s: %s", why, _NEXT_STEP)
 
     async def _look_at_servers(self) -> list[ServerFacts]:
         deadline = Deadline.after(_CALL_S)
@@ -112,17 +136,13 @@ class Reconciler:
             (facts_of(server, stat) for server, stat in zip(servers, stats, strict=True)), key=lambda one: one.run
         )
 
-    async def _reconcile(self, facts: list[ServerFacts]) -> int:
+    async def _reconcile(self, facts: list[ServerFacts], *, is_wrong: bool) -> int:
         deadline = Deadline.after(_CALL_S)
         noted = await self._catalog.noted(_NOTE, deadline=deadline)
         seen = self._facts if noted is None else parse_facts(noted)
         if seen is not None and {one.run for one in facts} != {one.run for one in seen}:
-            await self._catalog.set_complete(False, deadline=deadline)
-            _log.warning(
-                "a Redis of the catalog was restarted or replaced and may lack entries: lookups ask the tiers as well "
-                "until `kvstore reindex` was run"
-            )
-        if noted is not None and facts == seen:  # another service has been here
+            await self._doubt("a Redis of the catalog was restarted or replaced and may lack entries")
+        if noted is not None and facts == seen and not is_wrong:  # another service has been here
             return 0
         lost = await self.walk()
         await self._catalog.note(_NOTE, format_facts(facts), deadline=Deadline.after(_CALL_S))

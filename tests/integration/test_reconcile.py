@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis import RedisCatalog
 from kvstore.catalog.redis_reconcile import Reconciler, ServerFacts, format_facts
+from kvstore.catalog.redis_sample import Sample, Sampler
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
@@ -23,6 +24,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.tiers.base import PutOutcome
 
 pytestmark = pytest.mark.servers
 
@@ -122,3 +124,72 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
         await catalog.set_complete(True, deadline=soon())
         await Reconciler(catalog, Meters()).look()
         assert await catalog.is_complete(deadline=soon())
+
+
+@pytest.fixture
+async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushall()
+        yield client
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+async def test_records_that_somebody_deleted(
+    share: float, client: Redis, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    """Redis lost records without telling, and kept the catalog: a sample of the entries shows it, and all are looked
+    at.
+    """
+    settings = settings_for(shared_redis, tmp_path, 15.0)
+    async with open_store(settings) as store:
+        await save(store, prompts_of("deleted", 3))
+    async with open_catalog(settings) as catalog:
+        assert isinstance(catalog, RedisCatalog)
+        reconciler = Reconciler(catalog, Meters())
+        assert await reconciler.look() == 0
+        names = [name async for name in client.scan_iter(match="v1/*{*")]
+        await client.unlink(*names[: round(share * len(names))])
+        assert await reconciler.look() == round(share * len(names))
+        assert await told(catalog) == await scanned(settings)
+
+
+async def test_records_that_nobody_told_of(client: Redis, shared_redis: RedisServer, tmp_path: Path) -> None:
+    """Somebody put records into Redis and did not tell the catalog, which was complete: it is not any more, until a
+    reindex; those that were sampled are counted at once.
+    """
+    settings = settings_for(shared_redis, tmp_path, 15.0)
+    known, foreign = prompts_of("foreign", 2)
+    async with open_store(settings) as store:
+        await save(store, [known])
+    async with open_tier(settings.hot, settings) as tier:
+        for record in foreign.records():
+            assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    async with open_catalog(settings) as catalog:
+        assert isinstance(catalog, RedisCatalog)
+        assert await told(catalog) != await scanned(settings)
+        assert await Sampler(catalog).look() == Sample(0, 0)  # whoever has put them may be about to tell
+        reconciler = Reconciler(catalog, Meters())
+        reconciler._sampler = Sampler(catalog, patience_s=0.0)
+        await reconciler.look()
+        assert not await catalog.is_complete(deadline=soon())
+        assert await told(catalog) == await scanned(settings)  # so small a Redis was sampled as a whole
+
+
+async def test_a_redis_that_was_flushed_under_a_service(
+    client: Redis, shared_redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FLUSHALL while it runs: it says that the catalog is not complete, and what it saves next is counted for its
+    tenant again.
+    """
+    before, after = prompts_of("flushed", 2)
+    settings = settings_for(shared_redis, tmp_path, 0.05)
+    async with open_store(settings) as store, open_catalog(settings) as catalog:
+        await save(store, [before])
+        await client.flushall()
+        async with asyncio.timeout(WITHIN_S):
+            while "the catalog is not complete any more" not in caplog.text:
+                await asyncio.sleep(0.02)
+        await save(store, [after])
+        assert await catalog.namespaces(deadline=soon()) == {after.namespace: ""}
+        assert await told(catalog) == await scanned(settings)
+        assert not await catalog.is_complete(deadline=soon())

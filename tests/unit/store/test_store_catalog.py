@@ -213,3 +213,24 @@ async def test_a_put_into_a_leaving_boundary_is_tried_again(world: World) -> Non
     await asyncio.gather(*(tier.put(one, deadline=soon()) for one in prompt.records()))
     entry = await world.catalog.get(prompt.namespace, prompt.boundary(64).prefix, deadline=soon())
     assert entry is not None and entry.num_records(Level.COLD) == 2
+
+
+async def test_records_that_nobody_told_of_cost_one_miss(world: World) -> None:
+    """A backup was restored behind a complete catalog: the lookup finds nothing, the save finds the records there, and
+    from then on they are known, with their own bytes.
+    """
+    prompt = Prompt(ATTENTION, "a", 128)
+    restored = Prompt(ATTENTION, "a", 128, payload_bytes=3000).records()
+    for record in restored:
+        for tier in (world.hot, world.cold):
+            await tier.inner.put(record, deadline=soon())
+    await world.catalog.set_complete(True, deadline=soon())
+    await world.store.open_namespace(prompt.description, deadline=soon())
+    assert (await world.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
+    await world.save(prompt)
+    totals = (await world.catalog.totals(deadline=soon()))[prompt.namespace]
+    for level in Level:
+        assert totals.levels[level].num_bytes == sum(record.num_bytes for record in restored)
+    world.forget_memory()
+    staged = await world.store.stage(prompt.query(), deadline=soon())
+    assert (staged.resume_tokens, staged.sources) == (128, {"hot": 4})
