@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
-from kvstore.testing.servers.process import ServerProcess
+from tests.integration.forked_service import ForkedService
 
 PENDING_LEASE_S = 1.0
 
@@ -29,7 +28,7 @@ _LARGE_BYTES = 5 << 20
 """More than one Redis value."""
 
 
-def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: str) -> ServerProcess:
+def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: str) -> ForkedService:
     """A service that is not started yet; it listens on a socket in `folder`."""
     flags = {
         "listen": f"unix:{folder / name}.sock",
@@ -39,8 +38,7 @@ def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: s
         "write-back-bytes": "16MiB",
         "pending-lease-s": str(PENDING_LEASE_S),
     }
-    command = [sys.executable, "-m", "kvstore.service"]
-    command += [part for flag, value in flags.items() for part in (f"--{flag}", value)]
+    arguments = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVSTORE_", "AWS_"))}
     environment |= {
         "AWS_ENDPOINT_URL_S3": rgw.endpoint_url,
@@ -48,7 +46,7 @@ def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: s
         "AWS_SECRET_ACCESS_KEY": rgw.secret_key,
         "AWS_DEFAULT_REGION": rgw.region,
     }
-    return ServerProcess(command, folder / f"{name}.log", environment)
+    return ForkedService(arguments, folder / f"{name}.log", environment)
 
 
 @dataclass
@@ -94,7 +92,7 @@ class Node:
         numbers: Decides which prompts, levels and moments.
     """
 
-    def __init__(self, process: ServerProcess, url: str, promises: Promises, numbers: random.Random) -> None:
+    def __init__(self, process: ForkedService, url: str, promises: Promises, numbers: random.Random) -> None:
         self.process = process
         self.num_kills = 0
         self.num_kills_in_flight = 0

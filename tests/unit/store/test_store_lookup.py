@@ -23,11 +23,10 @@ class TestLookup:
         guard = GuardedTier(hot, meters=Meters())
         async with opened(prompt, hot=guard, cold=cold) as store:
             for _ in range(3):
-                assert (await store.lookup(prompt.query(), deadline=soon(0.1))).resume_tokens == 240
+                assert (await store.lookup(prompt.query(), deadline=soon(0.4))).resume_tokens == 240
             assert guard.is_open
-            started = asyncio.get_running_loop().time()
             assert (await stage(store, prompt)).resume_tokens == 240
-            assert asyncio.get_running_loop().time() - started < 0.1
+            assert hot.calls["get"] == 0
             assert (await store.status(deadline=soon()))["tiers"]["redis"]["healthy"] is False
         await guard.aclose()
 
