@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 import pytest
 from redis.exceptions import AskError
 
-from kvstore.compose import open_store
+from kvstore.catalog.entry import Level
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
@@ -316,16 +319,32 @@ async def test_forms_that_are_mixed_up(sentinel: RedisSentinel, cluster: RedisCl
 async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> None:
     """What one store saved with nothing but this Redis behind it another resumes; with catalog and pending queue."""
     group: RedisGroup = request.getfixturevalue(form)
-    settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": group.url})
-    prompt = Prompt(ATTENTION, f"behind {form}", 128)
-    async with open_store(settings) as store:
-        await store.open_namespace(prompt.description, deadline=Deadline.after(10))
+    await asyncio.to_thread(group.settle)
+    group.flush()
+    soon = Deadline.after(60)  # for all of it
+    settings = load_settings(
+        {
+            **{"memory_bytes": "16MiB", "cold": "memory:", "hot": group.url},
+            **{"catalog_look_s": 0.05, "stall_timeout_ms": 20_000},
+        }
+    )
+    prompt, meters = Prompt(ATTENTION, f"behind {form}", 128), Meters()
+    async with open_store(settings, meters=meters) as store, open_catalog(settings) as catalog:
+        await store.open_namespace(prompt.description, deadline=soon)
         for record in prompt.records():
-            await store.save(record, deadline=Deadline.after(10))
-        await store.drain(Deadline.after(10))
+            await store.save(record, deadline=soon)
+        await store.drain(soon)
+        totals = (await catalog.totals(deadline=soon))[prompt.namespace]
+        assert totals.levels[Level.HOT].num_records == len(prompt.records())
+        assert isinstance(catalog, RedisCatalog)
+        assert await catalog.are_stored([prompt.key(64), prompt.key(16)], deadline=soon) == [True, False]
+        async with asyncio.timeout(60):
+            while not meters.get("catalog_complete") or await catalog.noted("reconciled", deadline=soon) is None:
+                await asyncio.sleep(0.02)
+    assert meters.get("catalog_failures", call="reconcile") == 0
     async with open_store(settings) as store:
-        await store.open_namespace(prompt.description, deadline=Deadline.after(10))
-        staged = await store.stage(prompt.query(), deadline=Deadline.after(10))
+        await store.open_namespace(prompt.description, deadline=soon)
+        staged = await store.stage(prompt.query(), deadline=soon)
         assert staged.resume_tokens == 128
 
 
