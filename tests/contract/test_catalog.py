@@ -1,4 +1,4 @@
-"""The catalog's contract on SQLite and on real servers."""
+"""The catalog's contract in dictionaries, on SQLite and on real servers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,26 @@ from kvstore.catalog.base import Catalog
 from kvstore.catalog.redis import RedisCatalog
 from kvstore.catalog.sqlite import SqliteCatalog
 from kvstore.testing.catalog_contract import CatalogContract
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.servers import RedisCluster, RedisServer, redis_cluster
 from kvstore.tiers.locations import RedisLocation, parse_hot
 from kvstore.tiers.redis import open_control
+
+
+class TestDictionaries(CatalogContract):
+    """Several views share one set of books, as services share a server."""
+
+    @pytest.fixture
+    def books(self) -> CatalogBooks:
+        return CatalogBooks()
+
+    @pytest.fixture
+    async def catalog(self, books: CatalogBooks) -> Catalog:
+        return DictCatalog(books)
+
+    @pytest.fixture
+    def other(self, books: CatalogBooks) -> Catalog:
+        return DictCatalog(books)
 
 
 class TestSqlite(CatalogContract):

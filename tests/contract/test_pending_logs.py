@@ -16,6 +16,7 @@ from kvstore.catalog.pending_redis import NUM_SHARDS, RedisPendingLog
 from kvstore.catalog.pending_sqlite import SqlitePendingLog
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key
 from kvstore.testing.servers import RedisServer, redis_server
 
@@ -43,7 +44,7 @@ class Shared:
     make: Make
 
 
-@pytest.fixture(params=["redis", "sqlite"])
+@pytest.fixture(params=["redis", "sqlite", "dictionaries"])
 async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shared]:
     async with AsyncExitStack() as stack:
 
@@ -58,7 +59,12 @@ async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             stack.push_async_callback(client.aclose)
             return RedisPendingLog(client, str(tmp_path), lease_s=LEASE_S)
 
-        yield Shared(sqlite if request.param == "sqlite" else in_redis)
+        books = PendingBooks()
+
+        async def in_dictionaries() -> PendingLog:
+            return DictPendingLog(books, lease_s=LEASE_S)
+
+        yield Shared({"redis": in_redis, "sqlite": sqlite, "dictionaries": in_dictionaries}[request.param])
 
 
 class TestContract:

@@ -1,0 +1,142 @@
+"""The smallest honest `PendingLog` and `Ownership`, in dictionaries that outlive those who use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvstore.catalog.ownership import Ownership
+from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
+from kvstore.errors import Closed
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.dict_catalog import Ask, at_once
+
+__all__ = ["DictOwnership", "DictPendingLog", "LeaseBooks", "PendingBooks"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class PendingBooks:
+    """What several logs share: for each record its entry, owner and the end of the lease."""
+
+    entries: dict[RecordKey, tuple[PendingEntry, object, float]] = field(default_factory=dict)
+
+
+@dataclass
+class LeaseBooks:
+    """Who holds which name until when."""
+
+    held: dict[str, tuple[object, float]] = field(default_factory=dict)
+
+
+class DictPendingLog(PendingLog):
+    """One owner's view of the books.
+
+    Args:
+        books: What is kept; stays the caller's.
+        lease_s: Seconds that a claim lasts.
+        clock: Of the leases: one clock for all owners, as a server's.
+        ask: How to reach them.
+    """
+
+    def __init__(self, books: PendingBooks, *, lease_s: float, clock: Clock = SYSTEM_CLOCK, ask: Ask = at_once) -> None:
+        self._books = books
+        self._lease_s = lease_s
+        self._clock = clock
+        self._ask = ask
+        self._owner = object()
+        self._closed = False
+
+    @property
+    def lease_s(self) -> float:
+        return self._lease_s
+
+    async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
+        def work() -> bool:
+            self._books.entries.update({entry.key: (entry, self._owner, self._end_s()) for entry in entries})
+            return True
+
+        return await self._run("pending add", work, deadline)
+
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        return await self._run("pending renew", lambda: self._set_end(keys, self._end_s()), deadline)
+
+    async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        await self._run("pending release", lambda: self._set_end(keys, float("-inf")), deadline)
+
+    def _set_end(self, keys: Sequence[RecordKey], end_s: float) -> list[bool]:
+        own = [key for key in keys if self._is_own(key)]
+        self._books.entries.update({key: (*self._books.entries[key][:2], end_s) for key in own})
+        return [key in own for key in keys]
+
+    async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        def work() -> None:
+            for key in [key for key in keys if self._is_own(key)]:
+                del self._books.entries[key]
+
+        await self._run("pending finish", work, deadline)
+
+    async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
+        def work() -> list[PendingEntry]:
+            now_s = self._clock.monotonic_s()
+            free = [entry for entry, _, end_s in self._books.entries.values() if end_s <= now_s]
+            claimed = sorted(free, key=lambda entry: entry.stop_tokens)[:limit]
+            self._books.entries.update({entry.key: (entry, self._owner, self._end_s()) for entry in claimed})
+            return claimed
+
+        return await self._run("pending claim", work, deadline)
+
+    async def totals(self, *, deadline: Deadline) -> PendingTotals:
+        def work() -> PendingTotals:
+            held = self._books.entries.values()
+            return PendingTotals(len(held), sum(entry.num_bytes for entry, _, _ in held))
+
+        return await self._run("pending totals", work, deadline)
+
+    async def aclose(self) -> None:
+        self._closed = True
+
+    def _is_own(self, key: RecordKey) -> bool:
+        held = self._books.entries.get(key)
+        return held is not None and held[1] is self._owner
+
+    def _end_s(self) -> float:
+        return self._clock.monotonic_s() + self._lease_s
+
+    async def _run(self, what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        if self._closed:
+            raise Closed("the pending entries are closed")
+        return await self._ask(what, work, deadline)
+
+
+class DictOwnership(Ownership):
+    """One owner's view of the leases on names; arguments as above."""
+
+    def __init__(self, books: LeaseBooks, *, lease_s: float, clock: Clock = SYSTEM_CLOCK, ask: Ask = at_once) -> None:
+        self._books = books
+        self._lease_s = lease_s
+        self._clock = clock
+        self._ask = ask
+        self._owner = object()
+
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        def work() -> bool:
+            now_s = self._clock.monotonic_s()
+            owner, end_s = self._books.held.get(name, (self._owner, 0.0))
+            if owner is not self._owner and end_s > now_s:
+                return False
+            self._books.held[name] = (self._owner, now_s + self._lease_s)
+            return True
+
+        return await self._ask("ownership hold", work, deadline)
+
+    async def release(self, name: str, *, deadline: Deadline) -> None:
+        def work() -> None:
+            if self._books.held.get(name, (None,))[0] is self._owner:
+                del self._books.held[name]
+
+        await self._ask("ownership release", work, deadline)
