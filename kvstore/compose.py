@@ -188,7 +188,8 @@ async def _open_recorder(settings: Settings, stack: AsyncExitStack, meters: Mete
     assert isinstance(catalog, RedisCatalog)
     background = Background("catalog")
     stack.push_async_callback(background.aclose)
-    background.spawn(Reconciler(catalog, meters, look_s=settings.catalog_look_s).run(), "reconcile")
+    reconciler = Reconciler(catalog, meters, look_s=settings.catalog_look_s, clock=clock)
+    background.spawn(reconciler.run(), "reconcile")
     return recorder
 
 

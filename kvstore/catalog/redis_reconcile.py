@@ -13,6 +13,7 @@ from kvstore.catalog.redis import RedisCatalog
 from kvstore.catalog.redis_sample import Sampler
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 
@@ -71,14 +72,18 @@ class Reconciler:
         catalog: Stays the caller's.
         meters: Where to count.
         look_s: How often to look.
+        clock: For deadlines.
     """
 
-    def __init__(self, catalog: RedisCatalog, meters: Meters, *, look_s: float = _LOOK_S) -> None:
+    def __init__(
+        self, catalog: RedisCatalog, meters: Meters, *, look_s: float = _LOOK_S, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._catalog = catalog
         self._meters = meters
         self._look_s = look_s
         self._ownership = catalog.ownership(_LEASE_S)
-        self._sampler = Sampler(catalog)
+        self._sampler = Sampler(catalog, clock=clock)
+        self._clock = clock
         self._facts: list[ServerFacts] | None = None
         self._was_complete = False
 
@@ -115,7 +120,7 @@ class Reconciler:
 
     async def _look_at_catalog(self) -> None:
         """See what Redis has lost of the catalog itself, as by FLUSHALL."""
-        deadline = Deadline.after(_CALL_S)
+        deadline = Deadline.after(_CALL_S, self._clock)
         await self._catalog.register_again(deadline=deadline)
         is_complete = await self._catalog.is_complete(deadline=deadline)
         self._meters.set("catalog_complete", is_complete)
@@ -124,12 +129,12 @@ class Reconciler:
         self._was_complete = is_complete
 
     async def _doubt(self, why: str) -> None:
-        await self._catalog.set_complete(False, deadline=Deadline.after(_CALL_S))
+        await self._catalog.set_complete(False, deadline=Deadline.after(_CALL_S, self._clock))
         self._was_complete = False
         _log.warning("%s: %s", why, _NEXT_STEP)
 
     async def _look_at_servers(self) -> list[ServerFacts]:
-        deadline = Deadline.after(_CALL_S)
+        deadline = Deadline.after(_CALL_S, self._clock)
         servers = await self._catalog.info("server", deadline=deadline)
         stats = await self._catalog.info("stats", deadline=deadline)
         return sorted(
@@ -137,7 +142,7 @@ class Reconciler:
         )
 
     async def _reconcile(self, facts: list[ServerFacts], *, is_wrong: bool) -> int:
-        deadline = Deadline.after(_CALL_S)
+        deadline = Deadline.after(_CALL_S, self._clock)
         noted = await self._catalog.noted(_NOTE, deadline=deadline)
         seen = self._facts if noted is None else parse_facts(noted)
         if seen is not None and {one.run for one in facts} != {one.run for one in seen}:
@@ -145,7 +150,7 @@ class Reconciler:
         if noted is not None and facts == seen and not is_wrong:  # another service has been here
             return 0
         lost = await self.walk()
-        await self._catalog.note(_NOTE, format_facts(facts), deadline=Deadline.after(_CALL_S))
+        await self._catalog.note(_NOTE, format_facts(facts), deadline=Deadline.after(_CALL_S, self._clock))
         self._meters.add("catalog_reconciled", lost)
         return lost
 
@@ -154,8 +159,8 @@ class Reconciler:
         records were gone.
         """
         lost = 0
-        for namespace in await self._catalog.namespaces(deadline=Deadline.after(_CALL_S)):
-            if not await self._catalog.know(namespace, deadline=Deadline.after(_CALL_S)):
+        for namespace in await self._catalog.namespaces(deadline=Deadline.after(_CALL_S, self._clock)):
+            if not await self._catalog.know(namespace, deadline=Deadline.after(_CALL_S, self._clock)):
                 continue  # nothing that this service could read; whoever has opened it sees to it
             prefixes: list[PrefixHash] = []
             async for entry in self._catalog.iterate(namespace):
@@ -171,12 +176,12 @@ class Reconciler:
         if not prefixes:
             return 0
         await self._hold()  # for as long as it takes
-        return await self._catalog.observe_hot(namespace, prefixes, deadline=Deadline.after(_CALL_S))
+        return await self._catalog.observe_hot(namespace, prefixes, deadline=Deadline.after(_CALL_S, self._clock))
 
     async def _hold(self) -> bool:
-        return await self._ownership.hold(_LEASE, deadline=Deadline.after(_CALL_S))
+        return await self._ownership.hold(_LEASE, deadline=Deadline.after(_CALL_S, self._clock))
 
     async def _release(self) -> None:
         """So that the lease need not expire, which is what would be looked at next."""
         with suppress(Unavailable):
-            await self._ownership.release(_LEASE, deadline=Deadline.after(_CALL_S))
+            await self._ownership.release(_LEASE, deadline=Deadline.after(_CALL_S, self._clock))

@@ -77,13 +77,13 @@ async def reindex_level(
         catalog: Where to tell.
         tier: What to walk over.
         level: What the tier is to the catalog.
-        clock: For what was used since.
+        clock: For deadlines, and for what was used since.
         tell: Called with the report so far, after every few records that the catalog was told of.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row: run it again, it goes on.
     """
-    walk = _Walk(catalog, tier, level)
+    walk = _Walk(catalog, tier, level, clock=clock)
     started_s = clock.wall_ms() // 1000
     async for entry in tier.scan():
         if await walk.see(entry):
@@ -116,12 +116,13 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
 class _Walk:
     """One run over one level."""
 
-    def __init__(self, catalog: Catalog, tier: Tier, level: Level) -> None:
+    def __init__(self, catalog: Catalog, tier: Tier, level: Level, *, clock: Clock) -> None:
         self.report = ReindexReport()
         self.known: dict[NamespaceId, bool] = {}
         self._catalog = catalog
         self._tier = tier
         self._level = level
+        self._clock = clock
         self._seen: Seen = {}
         self._batch: list[Addition] = []
 
@@ -208,11 +209,10 @@ class _Walk:
                 )
         return self.known[namespace]
 
-    @staticmethod
-    async def _patiently(call: Callable[[Deadline], Awaitable[T]]) -> T:
+    async def _patiently(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
         for attempt in range(_ATTEMPTS):
             try:
-                return await call(Deadline.after(_CALL_S))
+                return await call(Deadline.after(_CALL_S, self._clock))
             except Unavailable:
                 if attempt == _ATTEMPTS - 1:
                     raise

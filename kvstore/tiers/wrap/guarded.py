@@ -184,7 +184,7 @@ class GuardedTier(Tier):
         while self._breaker.is_open:
             await asyncio.sleep(self._breaker.delay_s)
             try:
-                await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S))
+                await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S, self._clock))
             except Unavailable:
                 self._breaker.probe_failed()
             else:
