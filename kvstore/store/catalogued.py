@@ -19,7 +19,7 @@ __all__ = ["CataloguedTier"]
 class CataloguedTier(Tier):
     """Passes calls on to `inner`, and what they changed to the catalog.
 
-    A put returns when the catalog knows of the record, or could not be reached: then it learns of it later. The
+    A put returns when the catalog knows of the record, or could not be reached in time: then it learns of it later. The
     catalog's state never makes a call fail, but for a put into a boundary that is just being deleted.
 
     Args:
@@ -52,18 +52,18 @@ class CataloguedTier(Tier):
             (size,) = await self.inner.head([key], deadline=deadline)
             if size is None:
                 reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
-                await self._recorder.removed(key, self._level, reason)
+                await self._recorder.removed(key, self._level, reason, deadline=deadline)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         outcome = await self.inner.put(record, deadline=deadline)
         if outcome is PutOutcome.STORED:
-            taken = await self._recorder.added(record, self._level)
+            taken = await self._recorder.added(record, self._level, deadline=deadline)
         elif outcome is PutOutcome.EXISTS:
             # perhaps another service's bytes, of another size, which died before it could tell
             (size,) = await self.inner.head([record.key], deadline=deadline)
             taken = size is None or await self._recorder.sized(
-                record.key, self._level, size or record.num_bytes, record.header.span.stop
+                record.key, self._level, size or record.num_bytes, record.header.span.stop, deadline=deadline
             )
         else:
             return outcome
@@ -74,13 +74,13 @@ class CataloguedTier(Tier):
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         (size,) = await self.inner.head([key], deadline=deadline)
         deleted = await self.inner.delete(key, deadline=deadline)
-        await self._recorder.removed(key, self._level, LeaveReason.REMOVED, size or None)
+        await self._recorder.removed(key, self._level, LeaveReason.REMOVED, size or None, deadline=deadline)
         return deleted
 
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         (size,) = await self.inner.head([key], deadline=deadline)
         await self.inner.quarantine(key, reason, deadline=deadline)
-        await self._recorder.removed(key, self._level, LeaveReason.CORRUPT, size or None)
+        await self._recorder.removed(key, self._level, LeaveReason.CORRUPT, size or None, deadline=deadline)
 
     def _put_aside(self, key: RecordKey, reason: str) -> None:
         if self.on_quarantine is not None:

@@ -180,5 +180,6 @@ class Finisher:
         (num_bytes,) = await tier.head([entry.key], deadline=deadline)
         if num_bytes is None:
             return
-        if not await self._recorder.sized(entry.key, level, num_bytes or entry.num_bytes, entry.stop_tokens):
+        num_bytes = num_bytes or entry.num_bytes
+        if not await self._recorder.sized(entry.key, level, num_bytes, entry.stop_tokens, deadline=deadline):
             raise Unavailable("the record's boundary is being deleted: it is looked at again", key=entry.key)

@@ -95,21 +95,23 @@ class Recorder:
         else:
             self._registered.add(namespace)
 
-    async def added(self, record: Record, level: Level) -> bool:
+    async def added(self, record: Record, level: Level, *, deadline: Deadline) -> bool:
         """A level holds `record` now. False: its boundary is being deleted there, it must be put again.
 
-        Returns when the catalog knows, or when it could not be reached and will be told later.
+        Returns when the catalog knows, or when it could not be reached, or not before the deadline, and will be told
+        later.
         """
-        key, tokens = record.key, record.header.span.stop
-        return await self._tell(Addition(key, level, record.num_bytes, tokens, self._parent(key.prefix)))
+        return await self.sized(record.key, level, record.num_bytes, record.header.span.stop, deadline=deadline)
 
-    async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int) -> bool:
+    async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int, *, deadline: Deadline) -> bool:
         """As `added`, for a record that somebody else stored."""
-        return await self._tell(Addition(key, level, num_bytes, tokens, self._parent(key.prefix)))
+        return await self._tell(Addition(key, level, num_bytes, tokens, self._parent(key.prefix)), deadline)
 
-    async def removed(self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None) -> None:
-        """A level holds a record no more."""
-        await self._tell(Removal(key, level, num_bytes, reason))
+    async def removed(
+        self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None, *, deadline: Deadline
+    ) -> None:
+        """A level holds a record no more. Returns as `added`."""
+        await self._tell(Removal(key, level, num_bytes, reason), deadline)
 
     def used(self, namespace: NamespaceId, boundaries: Iterable[tuple[PrefixHash, int]]) -> None:
         """Boundaries (prefix, tokens) were read. Never waits: told within seconds."""
@@ -141,7 +143,7 @@ class Recorder:
             if boundary.tokens % page_tokens == 0:
                 parent = boundary.prefix
 
-    async def _tell(self, change: Addition | Removal) -> bool:
+    async def _tell(self, change: Addition | Removal, deadline: Deadline) -> bool:
         if len(self._waiting) >= _WAITING_MAX:
             self._lost = True
             self._meters.add("catalog_changes_lost")
@@ -150,7 +152,8 @@ class Recorder:
         self._waiting.append(told)
         if self._flusher is None or self._flusher.done():
             self._flusher = self._background.spawn(self._flush(), "changes")
-        return await told.done
+        await asyncio.wait({told.done}, timeout=deadline.remaining_s)
+        return told.done.result() if told.done.done() else True
 
     async def _flush(self) -> None:
         """Tell what waits, in order, until nothing does."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -20,9 +21,13 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import MemoryTier
+
+T = TypeVar("T")
 
 
 def soon() -> Deadline:
@@ -234,3 +239,24 @@ async def test_records_that_nobody_told_of_cost_one_miss(world: World) -> None:
     world.forget_memory()
     staged = await world.store.stage(prompt.query(), deadline=soon())
     assert (staged.resume_tokens, staged.sources) == (128, {"hot": 4})
+
+
+async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
+    """It does not answer: a put returns at its deadline, done, and the catalog is told later."""
+    books, back = CatalogBooks(), asyncio.Event()
+
+    async def ask(what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        async with deadline.scope(what):
+            await back.wait()
+        return work()
+
+    recorder = Recorder(DictCatalog(books, ask=ask), Meters(), SYSTEM_CLOCK)
+    prompt = Prompt(ATTENTION, "a", 64)
+    recorder.register(prompt.namespace, prompt.layout, "")
+    tier = CataloguedTier(MemoryTier(16 << 20, name="cold"), Level.COLD, recorder)
+    assert await tier.put(prompt.records()[0], deadline=Deadline.after(0.05)) is PutOutcome.STORED
+    assert len(recorder) == 1  # still on its way
+    back.set()
+    assert await recorder.drain(soon()) == 0
+    assert len(books.entries) == 1
+    await recorder.aclose()
