@@ -125,6 +125,8 @@ class Tier(ABC):
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         """Store the record under its name, once; `EXISTS` writes nothing, `FULL` stores nothing.
 
+        After `EXISTS` the record stays as one that was just stored does: an `allow_eviction` from before is void.
+
         If cancelled, the record is either wholly stored or wholly absent for every reader.
         """
 

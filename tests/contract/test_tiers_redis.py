@@ -99,6 +99,19 @@ async def test_loser_leaves_no_stripes(medium: RedisMedium, tier: Tier) -> None:
     assert {name.decode() for name in medium.raw.keys("*")} == expected
 
 
+@pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
+async def test_what_is_told_to_exist_stays(medium: RedisMedium, tier: Tier, payload_bytes: int) -> None:
+    """A record that may be evicted is put again: whoever was told that it exists relies on it, so it may not go."""
+    record = make_record(1, payload_bytes)
+    await tier.put(record, deadline=soon())
+    await tier.allow_eviction([record.key], deadline=soon())
+    assert all(medium.raw.ttl(name) > 0 for name in medium.raw.keys("*"))
+    assert await tier.put(record, deadline=soon()) is PutOutcome.EXISTS
+    assert [medium.raw.ttl(name) for name in medium.raw.keys("*")] == [-1] * len(medium.raw.keys("*"))
+    await tier.allow_eviction([record.key], deadline=soon())
+    assert all(medium.raw.ttl(name) > 0 for name in medium.raw.keys("*"))
+
+
 async def test_stripes_of_a_dead_writer_expire(medium: RedisMedium, tier: Tier) -> None:
     """Stripes without a header, as a killed writer leaves them, are a miss, have an expiry, and do no harm to a put."""
     record = make_record(1, LARGE_BYTES)

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _QUARANTINE_S = 7 * 24 * 3600
 _EVICTABLE_S = 7 * 24 * 3600
 """A record that the cold tier has is read from there again once a week, at most; until then Redis decides."""
+_PUT_ATTEMPTS = 3
 _SCAN_COUNT = 512
 _SCAN_STEP_S = 10.0
 
@@ -133,6 +134,16 @@ class RedisTier(Tier):
         self._check(deadline)
         if record.num_bytes > MAX_RECORD_BYTES:
             raise InvalidRequest("the record is too large", limit_bytes=MAX_RECORD_BYTES, seen=record.num_bytes)
+        for _ in range(_PUT_ATTEMPTS):
+            outcome = await self._put_once(record, deadline)
+            # whoever is told that a record exists may rely on it, and this one may have had leave to go
+            if outcome is not PutOutcome.EXISTS or await self._values.keep(
+                format_name(record.key), record.key, deadline=deadline
+            ):
+                return outcome
+        raise Unavailable("the record under this name went away again and again: put it later", key=record.key)
+
+    async def _put_once(self, record: Record, deadline: Deadline) -> PutOutcome:
         if is_striped(record.header):
             return await see_through(
                 self._background,

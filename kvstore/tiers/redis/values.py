@@ -124,6 +124,23 @@ class Values:
         """SET a value; `EXISTS` only with the option NX."""
         return _put_outcome(await self._move(name, ("SET", name, value, *options), len(value), deadline))
 
+    async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
+        """Make a record that is there stay, all of it: it may have had leave to go. False: it is not there."""
+        commands: list[tuple[str, Command]] = [
+            (name, ("PERSIST", name)),
+            (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
+        ]
+        replies = await self._topology.ask(commands, deadline=deadline)
+        if isinstance(replies[1], ErrorReply) and replies[1].code == "WRONGTYPE":
+            return True  # no record, but there: the next get puts it aside
+        check_replies(replies)
+        head = replies[1]
+        if not isinstance(head, memoryview) or not len(head):
+            return False
+        if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
+            check_replies(await self._topology.ask(each_alone("PERSIST", stripe_names(header)), deadline=deadline))
+        return True
+
     async def get_striped(self, packed: bytes, header: HeaderV1, buffer: memoryview, *, deadline: Deadline) -> bool:
         """Fill `buffer` with the record of a striped `header`. False: a stripe is missing, and the header is removed.
 
