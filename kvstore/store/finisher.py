@@ -127,7 +127,8 @@ class Finisher:
             elif self._hot is not None and outcome != "lost":
                 await self._hot.allow_eviction([key], deadline=deadline)
                 await self._tell(self._hot, Level.HOT, entry, deadline)
-            await self._log.finish([key], deadline=deadline)
+            if key not in self._journeys:  # else we write it again ourselves, and need the entry until then
+                await self._log.finish([key], deadline=deadline)
         except Unavailable:
             self._meters.add("pending_failures", step="finish")
             return False

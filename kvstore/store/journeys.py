@@ -24,7 +24,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import PutOutcome, Tier
 
 __all__ = ["Journeys", "Noted"]
 
@@ -57,6 +57,7 @@ class _Journey:
         noted_at_s: When its lease began last; `None`: no entry is certain to be in the log.
         touched: An entry may be in the log.
         in_hot: The hot tier has it, or may have it.
+        is_ours: The hot tier has it from us, and from nobody before: nobody else was promised that it stays.
         in_cold: The cold tier has it.
         settling: Ends the entry.
     """
@@ -67,6 +68,7 @@ class _Journey:
     noted_at_s: float | None = None
     touched: bool = False
     in_hot: bool = False
+    is_ours: bool = False
     in_cold: bool = False
     settling: asyncio.Task[None] | None = None
 
@@ -111,6 +113,10 @@ class Journeys:
     def __len__(self) -> int:
         """Records under way."""
         return len(self._journeys)
+
+    def __contains__(self, key: RecordKey) -> bool:
+        """Whether a record is under way: then its entry ends with its journey."""
+        return key in self._journeys
 
     @property
     def is_over_limit(self) -> bool:
@@ -176,13 +182,14 @@ class Journeys:
             self._renewer = self._background.spawn(self._renew(self._log), "renewing pending entries")
         return Noted.YES
 
-    async def confirm(self, key: RecordKey, deadline: Deadline) -> None:
-        """The record was written to the hot tier: if that took so long that somebody may have found an entry without a
-        record meanwhile, and removed it, the entry is written again."""
+    async def confirm(self, key: RecordKey, outcome: PutOutcome, deadline: Deadline) -> None:
+        """The record was written to the hot tier, or is there: if that took so long that somebody may have found an
+        entry without a record meanwhile, and removed it, the entry is written again."""
         journey = self._journeys.get(key)
         if self._log is None or journey is None:
             return
         journey.in_hot = True
+        journey.is_ours |= outcome is PutOutcome.STORED
         noted_at_s = journey.noted_at_s
         if noted_at_s is None or self._clock.monotonic_s() - noted_at_s > self._log.lease_s / 2:
             await self._note(journey, deadline)
@@ -216,7 +223,8 @@ class Journeys:
             await self._ends.run(journey, Deadline.after(self._limits.write_back_timeout_s, self._clock))
         except KVStoreError:  # whoever claims it when its lease has ended finishes it
             self._meters.add("pending_failures", step="end")
-        journey.settling, journey.noted_at_s, journey.touched, journey.in_hot = None, None, False, False
+        journey.settling, journey.noted_at_s = None, None
+        journey.touched = journey.in_hot = journey.is_ours = False
         if journey.num_open == 0:
             self._journeys.pop(journey.entry.key, None)
 
@@ -227,10 +235,18 @@ class Journeys:
     async def _end_all(self, journeys: Sequence[_Journey]) -> None:
         """End entries by where their records are now."""
         assert self._log is not None
-        done = [journey for journey in journeys if journey.in_cold or journey.is_short or not journey.in_hot]
-        may_go = [journey.entry.key for journey in done if journey.in_hot]
-        left = [journey.entry.key for journey in journeys if journey not in done]
         deadline = self._step_deadline()
+        await self._look_for_others(journeys, deadline)
+        done = [
+            journey
+            for journey in journeys
+            if journey.in_cold or not journey.in_hot or (journey.is_short and journey.is_ours)
+        ]
+        # what is in the cold tier may go, whoever wrote it to the hot one: the entry that said so ends here
+        may_go = [journey.entry.key for journey in done if journey.in_cold]
+        short = [journey.entry.key for journey in done if journey.in_hot and not journey.in_cold]
+        may_go += await self._still_ours(short)
+        left = [journey.entry.key for journey in journeys if journey not in done]
         if may_go and self._hot is not None:
             await self._hot.allow_eviction(may_go, deadline=deadline)
         if done:
@@ -238,6 +254,20 @@ class Journeys:
         if left:  # the hot tier has them and the cold tier does not: any service that has time takes them from there
             self._meters.add("pending_left", len(left))
             await self._log.release(left, deadline=deadline)
+
+    async def _look_for_others(self, journeys: Sequence[_Journey], deadline: Deadline) -> None:
+        """What we did not write may be in the hot tier all the same: then the entry that we took over is another's."""
+        unknown = [journey for journey in journeys if not journey.in_hot and not journey.in_cold]
+        if self._hot is not None and unknown:
+            sizes = await self._hot.head([journey.entry.key for journey in unknown], deadline=deadline)
+            for journey, num_bytes in zip(unknown, sizes, strict=True):
+                journey.in_hot = num_bytes is not None
+
+    async def _still_ours(self, keys: list[RecordKey]) -> list[RecordKey]:
+        """Those whose entries nobody has taken over: whoever did may have been told that the record stays."""
+        assert self._log is not None
+        are_ours = await self._log.renew(keys, deadline=self._step_deadline()) if keys else []
+        return [key for key, is_ours in zip(keys, are_ours, strict=True) if is_ours]
 
     async def _renew(self, log: PendingLog) -> None:
         """Keep the leases of what is under way: an outage may be longer than they are."""

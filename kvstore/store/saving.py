@@ -162,7 +162,7 @@ class Saver:
             outcome = await tier.put(record, deadline=deadline)
             is_there = may_be_there = outcome is not PutOutcome.FULL
             if is_hot and is_there:
-                await self._journeys.confirm(key, deadline)
+                await self._journeys.confirm(key, outcome, deadline)
             return _OUTCOMES[outcome]
         finally:
             self._journeys.end(key, in_hot=is_hot and may_be_there, in_cold=not is_hot and is_there)

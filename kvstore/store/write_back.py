@@ -245,7 +245,7 @@ class WriteBack:
         outcome = await self._tier.put(job.record, deadline=deadline)
         job.may_be_there = outcome is not PutOutcome.FULL
         if self._is_hot and job.may_be_there:
-            await self._journeys.confirm(key, deadline)
+            await self._journeys.confirm(key, outcome, deadline)
         return outcome
 
     def _end(self, job: _Job, *, is_written: bool = False) -> None:
