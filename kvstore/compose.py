@@ -241,6 +241,7 @@ async def _open_retention(
         choice=choice,
         meters=meters,
         clock=clock,
+        num_refused=lambda: recorder.num_refused,
     )
     stack.push_async_callback(retention.aclose)
     retention.start()

@@ -55,10 +55,14 @@ class Recorder:
         catalog: Whom to tell; stays the caller's.
         meters: Where to count.
         clock: For deadlines and pauses.
+
+    Attributes:
+        num_refused: Additions to boundaries that were being deleted.
     """
 
     def __init__(self, catalog: Catalog, meters: Meters, clock: Clock) -> None:
         self.catalog = catalog
+        self.num_refused = 0
         self._meters = meters
         self._clock = clock
         self._background = Background("catalog recorder")
@@ -175,6 +179,7 @@ class Recorder:
                 await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
                 continue
             failures = 0
+            self.num_refused += taken.count(False)
             for told, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()
                 _resolve(told, answer)

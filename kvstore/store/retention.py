@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
@@ -71,6 +71,8 @@ class Retention:
         ownership: Leases on namespaces among the services that share the tier.
         rules: Budgets and times.
         choice: Which policy ranks what is free to leave.
+        num_refused: How many additions the catalog has refused so far because their boundary is being deleted: one that
+            nobody goes on deleting takes no record any more.
         meters: Where to count: `retention_boundaries{tier,reason} retention_bytes{tier,reason}
             retention_failures{tier}`.
         clock: For time to live, pins and deadlines.
@@ -87,6 +89,7 @@ class Retention:
         choice: PolicyChoice,
         meters: Meters,
         clock: Clock,
+        num_refused: Callable[[], int] = lambda: 0,
     ) -> None:
         self._tier = tier
         self._level = level
@@ -100,6 +103,9 @@ class Retention:
         self._owned: set[NamespaceId] = set()
         self._known: set[NamespaceId] = set()
         self._swept_s = float("-inf")
+        self._num_refused = num_refused
+        self._num_seen = 0
+        self._is_unfinished = True  # perhaps an earlier run of this service was cut off
 
     def start(self) -> None:
         """Work in the background from now on, until `aclose`."""
@@ -126,7 +132,8 @@ class Retention:
         if self._rules.budget_bytes is not None:
             boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
             await self._choice.settle(self._rules.budget_bytes, used // max(1, boundaries))
-        if not self._is_due(used, held, tenants):
+        num_refused = self._num_refused()
+        if not self._is_due(used, held, tenants) and not self._is_unfinished and num_refused == self._num_seen:
             return 0
         self._owned = {
             namespace
@@ -135,9 +142,12 @@ class Retention:
         }
         entries = [entry for namespace in self._owned async for entry in self._catalog.iterate(namespace)]
         left = 0
+        self._is_unfinished = False
         for entry in entries:
             if self._level in entry.leaving:  # somebody, perhaps an earlier self, did not finish it
                 left += await self._delete(entry, LeaveReason.EVICTED)
+        if len(self._owned) == len([namespace for namespace in held if held[namespace]]):
+            self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
         entries = [entry for entry in entries if self._level not in entry.leaving]
         # of what all owners together must free, the share of what is owned here
         own = sum(held[namespace] for namespace in self._owned)
@@ -246,6 +256,7 @@ class Retention:
             await gather_all(self._tier.delete(key, deadline=self._deadline()) for key in entry.keys(self._level))
         except Unavailable:
             self._meters.add("retention_failures", tier=self._tier.name)
+            self._is_unfinished = True
             return 0
         num_bytes = await self._catalog.finish_leaving(
             entry.namespace, entry.prefix, self._level, reason, deadline=self._deadline()
