@@ -284,7 +284,9 @@ class Journeys:
                     self._meters.add("pending_failures", step="renew")
                     break
                 for journey, is_alive in zip(some, alive, strict=True):
-                    if is_alive and journey.noted_at_s is not None:
+                    if not is_alive:  # somebody took it over, and may end it: the next write needs one of its own
+                        journey.noted_at_s = None
+                    elif journey.noted_at_s is not None:
                         journey.noted_at_s = max(journey.noted_at_s, now_s)
 
     def _step_deadline(self) -> Deadline:
