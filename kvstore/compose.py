@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
+from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.catalog.pending_base import PendingLog
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
@@ -17,12 +18,14 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings
+from kvstore.store.catalog_keeper import CatalogKeeper
 from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.limits import StoreLimits
 from kvstore.store.policy_choice import AutoChoice, FixedChoice, PolicyChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.retention import Retention, RetentionRules
+from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
@@ -65,11 +68,12 @@ async def open_store(
         cold = await _guarded(await _open_cold(settings.cold, settings, meters), settings.cold, stack, meters, clock)
         pending = await _open_pending(settings, stack, clock)
         recorder = await _open_recorder(settings, stack, meters, clock)
-        choice = await _open_retention(settings, recorder, cold, stack, meters=meters, clock=clock)
         if recorder is not None:
-            await _look_at_catalog(recorder, [tier for tier in (hot, cold) if tier is not None], clock)
+            await _look_at_catalog(recorder, hot, cold, stack, meters=meters, clock=clock)
+        choice, room = await _open_retention(settings, recorder, cold, stack, meters=meters, clock=clock)
+        if recorder is not None:
             hot = CataloguedTier(hot, Level.HOT, recorder) if hot is not None else None
-            cold = CataloguedTier(cold, Level.COLD, recorder) if cold is not None else None
+            cold = CataloguedTier(cold, Level.COLD, recorder, room) if cold is not None else None
         store = TieredStore(
             memory,
             hot,
@@ -175,12 +179,18 @@ async def _open_pending(settings: Settings, stack: AsyncExitStack, clock: Clock)
 
 
 async def _open_recorder(settings: Settings, stack: AsyncExitStack, meters: Meters, clock: Clock) -> Recorder | None:
-    """The way to the catalog: in the hot Redis, where there is one."""
-    if not isinstance(settings.hot, RedisLocation):
+    """The way to the catalog: in the hot Redis, where there is one, or beside the records of a directory."""
+    if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
         return None
-    catalog = await stack.enter_async_context(open_catalog(settings, clock=clock))
+    try:
+        catalog = await stack.enter_async_context(open_catalog(settings, clock=clock))
+    except Unavailable as error:
+        _log.warning("going on without a catalog, so the directory drops its oldest records one by one: %s", error)
+        return None
     recorder = Recorder(catalog, meters, clock)
     stack.push_async_callback(recorder.aclose)
+    if not isinstance(settings.hot, RedisLocation):
+        return recorder
 
     from kvstore.catalog.redis import RedisCatalog
     from kvstore.catalog.redis_reconcile import Reconciler
@@ -193,16 +203,32 @@ async def _open_recorder(settings: Settings, stack: AsyncExitStack, meters: Mete
     return recorder
 
 
-async def _look_at_catalog(recorder: Recorder, tiers: list[Tier], clock: Clock) -> None:
-    """At the first start nothing is stored, and the catalog knows all of it; else say when it may lack something."""
+async def _look_at_catalog(
+    recorder: Recorder,
+    hot: Tier | None,
+    cold: Tier | None,
+    stack: AsyncExitStack,
+    *,
+    meters: Meters,
+    clock: Clock,
+) -> None:
+    """At the first start nothing is stored, and the catalog knows all of it; else say when it may lack something. That
+    of a directory, which nobody else writes to, is then made anew in the background.
+    """
+    tiers = [tier for tier in (hot, cold) if tier is not None]
     try:
-        if not await mark_if_empty(recorder.catalog, tiers, deadline=Deadline.after(_PROBE_S, clock)):
+        if hot is None and cold is not None:
+            keeper = CatalogKeeper(recorder.catalog, cold, Level.COLD, meters=meters, clock=clock)
+            stack.push_async_callback(keeper.aclose)
+            keeper.start()
+            await keeper.compare()
+        elif not await mark_if_empty(recorder.catalog, tiers, deadline=Deadline.after(_PROBE_S, clock)):
             _log.warning(
                 "the catalog may lack records that are stored, so lookups ask the tiers as well, which is slower: "
                 "run `kvstore reindex` once, services may go on meanwhile"
             )
     except KVStoreError as error:
-        _log.warning("the catalog cannot be looked at, lookups ask the tiers: %s", error)
+        _log.warning("the catalog cannot be looked at, the store goes on without what it tells: %s", error)
 
 
 async def _open_retention(
@@ -213,39 +239,64 @@ async def _open_retention(
     *,
     meters: Meters,
     clock: Clock,
-) -> PolicyChoice | None:
+) -> tuple[PolicyChoice | None, Room | None]:
     """Keep the cold tier within its bounds in the background; it is deleted from behind the catalog's back, which
     retention tells itself.
     """
-    if settings.cold_bytes is None and settings.cold_unused_s is None:
-        return None
-    if recorder is None or cold is None or not isinstance(settings.hot, RedisLocation):
+    is_alone = isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation)
+    if not is_alone and settings.cold_bytes is None and settings.cold_unused_s is None:
+        return None, None
+    if cold is None or not (is_alone or isinstance(settings.hot, RedisLocation)):
         raise InvalidRequest(
-            "cold_bytes and cold_unused_s need a Redis as hot, which keeps the books; a directory alone has disk_bytes",
+            "cold_bytes and cold_unused_s need a directory as cold, or a Redis as hot, which keeps the books",
             hot=str(settings.hot),
             cold=str(settings.cold),
         )
-    from kvstore.catalog.ownership_redis import RedisOwnership
-    from kvstore.tiers.redis import open_control
-
-    client = await stack.enter_async_context(open_control(settings.hot))
+    if recorder is None:
+        return None, None
+    rules = RetentionRules(
+        budget_bytes=await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes,
+        ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
+        is_private=is_alone,
+    )
+    room = None
+    if rules.budget_bytes is not None:
+        room = Room(rules.budget_bytes, int(rules.budget_bytes * rules.start_share), clock)
     name = settings.retention_policy
     choice = AutoChoice() if name == "auto" else FixedChoice(name)
-    unused_s = None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s))
     retention = Retention(
         cold,
         Level.COLD,
         recorder.catalog,
-        RedisOwnership(client, lease_s=_OWNER_LEASE_S),
-        RetentionRules(budget_bytes=settings.cold_bytes, ttl_s=unused_s),
+        await _ownership(settings, stack),
+        rules,
         choice=choice,
         meters=meters,
         clock=clock,
         num_refused=lambda: recorder.num_refused,
+        room=room,
     )
     stack.push_async_callback(retention.aclose)
     retention.start()
-    return choice
+    return choice, room
+
+
+async def _ownership(settings: Settings, stack: AsyncExitStack) -> Ownership:
+    """Whoever owns a directory owns all in it; what is shared is owned by lease."""
+    if not isinstance(settings.hot, RedisLocation):
+        return SoleOwnership()
+    from kvstore.catalog.ownership_redis import RedisOwnership
+    from kvstore.tiers.redis import open_control
+
+    client = await stack.enter_async_context(open_control(settings.hot))
+    return RedisOwnership(client, lease_s=_OWNER_LEASE_S)
+
+
+async def _cold_budget_bytes(settings: Settings, directory: Tier, clock: Clock) -> int | None:
+    """What a directory may hold: its own bound, or less where the settings say so."""
+    usage = await directory.usage(deadline=Deadline.after(_PROBE_S, clock))
+    bounds = [bound for bound in (usage.limit_bytes, settings.cold_bytes) if bound is not None]
+    return min(bounds, default=None)
 
 
 @asynccontextmanager
@@ -266,7 +317,7 @@ async def open_catalog(settings: Settings, *, clock: Clock = SYSTEM_CLOCK) -> As
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite import SqliteCatalog
 
-            catalog = SqliteCatalog(cold.path / "catalog.db", clock=clock)
+            catalog = await SqliteCatalog.open(cold.path / "catalog.db", clock=clock)
             try:
                 yield catalog
             finally:

@@ -110,7 +110,8 @@ class Settings(BaseSettings):
         credentials_file: A TOML file of `[[credential]]` tables with `tenant` and `token_sha256`: whoever shows that
             token is that tenant, and tenants share nothing. Read at start.
         memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
-        disk_bytes: Directory tier, oldest out first; by default a tenth of what is free there at start.
+        disk_bytes: Directory tier; by default a tenth of what is free there at start. Without a Redis whole boundaries
+            leave, ends of prefixes first; else, and while the catalog is made anew, the oldest records.
         hot: A Redis that all nodes share, or `memory:` for none: then a node cannot read what another saved until it
             is in `cold`.
         hot_connections: To each server of `hot`, for records; one more carries small commands. More help where one
@@ -120,8 +121,8 @@ class Settings(BaseSettings):
         catalog_look_s: How often one of the services asks `hot` whether it let records go by itself, and if so compares
             the catalog with what is there. Longer costs Redis less, and totals are right later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
-        cold_bytes: What `cold` may hold, over all services, where `hot` is a Redis, which keeps the books; unset: no
-            bound. Ends of prefixes leave first, whole boundaries at a time.
+        cold_bytes: What `cold` may hold, over all services: where `hot` is a Redis, which keeps the books, or `cold` is
+            a directory; unset: no bound but `disk_bytes`. Ends of prefixes leave first, whole boundaries at a time.
         cold_unused_s: What was neither stored nor read for so long leaves `cold`; unset: stays. Likewise.
         retention_policy: Who leaves first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which tries these on the
             lookups of this node, in small, and follows the one that hits most (see `kvstore simulate`).

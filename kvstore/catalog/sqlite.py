@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from kvstore.catalog.base import (
     Addition,
@@ -23,7 +19,8 @@ from kvstore.catalog.base import (
 )
 from kvstore.catalog.changes import EntryEdit, entry_of, packed_with
 from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, EntryShape, EntryTable, Level
-from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.catalog.sqlite_file import SqliteFile
+from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -31,11 +28,9 @@ from kvstore.runtime.deadline import Deadline
 
 __all__ = ["SqliteCatalog"]
 
-T = TypeVar("T")
-
 _TOMBSTONES = 16384
 _BATCH = 512
-_BUSY_S = 5.0
+_PAGE_S = 10.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   namespace BLOB, prefix BLOB, data BLOB NOT NULL, PRIMARY KEY (namespace, prefix)
@@ -50,13 +45,15 @@ CREATE TABLE IF NOT EXISTS tombstones (
   bytes INTEGER, reason INTEGER, at_s INTEGER
 );
 """
+_VERSION = 1
 _ENTRIES = -1
 """The row of totals that counts entries, as boundaries."""
 
 
 class SqliteCatalog(Catalog):
-    """A file with a write-ahead log, used by one thread of its own. A power failure may lose the last changes (not the
-    file): records are found again by a reindex.
+    """A file with a write-ahead log, used by one thread of its own, beside other processes that have it open. A power
+    failure may lose the last changes (not the file): records are found again by a reindex. A file that is damaged, or
+    of another version, is put aside, and an empty one begun, which is not complete.
 
     Args:
         path: The file; made when it is not there.
@@ -67,37 +64,34 @@ class SqliteCatalog(Catalog):
     """
 
     def __init__(self, path: Path, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._path = path
         self._clock = clock
         self._shapes: dict[NamespaceId, EntryShape] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-catalog")
-        self._closed = False
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-            self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
-        except (sqlite3.Error, OSError) as error:
-            raise Unavailable(
-                "the catalog's file cannot be opened: check its folder, or delete it and run `kvstore reindex`",
-                path=path,
-                error=error,
-            ) from error
+        self._tenants: dict[NamespaceId, str] = {}
+        self._file = SqliteFile(path, _SCHEMA, _VERSION, self._begun_anew)
+
+    @classmethod
+    async def open(cls, path: Path, *, clock: Clock = SYSTEM_CLOCK) -> SqliteCatalog:
+        """As the constructor, off the event loop."""
+        return await asyncio.to_thread(cls, path, clock=clock)
+
+    def _begun_anew(self) -> None:
+        self._file.db.executemany("INSERT INTO namespaces VALUES (?, ?)", list(self._tenants.items()))
 
     # what is asked
 
     async def is_complete(self, *, deadline: Deadline) -> bool:
         def read() -> bool:
-            return self._db.execute("SELECT 1 FROM facts WHERE name = 'complete'").fetchone() is not None
+            return self._file.db.execute("SELECT 1 FROM facts WHERE name = 'complete'").fetchone() is not None
 
-        return await self._run(read, deadline)
+        return await self._file.run(read, deadline)
 
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
         def write() -> None:
-            self._db.execute("DELETE FROM facts WHERE name = 'complete'")
+            self._file.db.execute("DELETE FROM facts WHERE name = 'complete'")
             if complete:
-                self._db.execute("INSERT INTO facts VALUES ('complete', ?)", (self._now_s(),))
+                self._file.db.execute("INSERT INTO facts VALUES ('complete', ?)", (self._now_s(),))
 
-        await self._change(write, deadline)
+        await self._file.change(write, deadline)
 
     async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
         shape = self._shape(namespace)
@@ -108,10 +102,10 @@ class SqliteCatalog(Catalog):
                 batch = prefixes[start : start + _BATCH]
                 marks = ",".join("?" * len(batch))
                 query = f"SELECT prefix, data FROM entries WHERE namespace = ? AND prefix IN ({marks})"
-                found.update(self._db.execute(query, (namespace, *batch)))
+                found.update(self._file.db.execute(query, (namespace, *batch)))
             return EntryTable.of(shape, [found.get(prefix) for prefix in prefixes])
 
-        return await self._run(read, deadline)
+        return await self._file.run(read, deadline)
 
     async def get(self, namespace: NamespaceId, prefix: PrefixHash, *, deadline: Deadline) -> BoundaryEntry | None:
         shape = self._shape(namespace)
@@ -120,7 +114,7 @@ class SqliteCatalog(Catalog):
             data = self._read(namespace, prefix)
             return None if data is None else entry_of(shape, namespace, prefix, data)
 
-        return await self._run(read, deadline)
+        return await self._file.run(read, deadline)
 
     async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         shape, after = self._shape(namespace), b""
@@ -129,9 +123,9 @@ class SqliteCatalog(Catalog):
             last = after
 
             def read(last: bytes = last) -> list[tuple[bytes, bytes]]:
-                return self._db.execute(query, (namespace, last, _BATCH)).fetchall()
+                return self._file.db.execute(query, (namespace, last, _BATCH)).fetchall()
 
-            rows = await self._run(read, Deadline.after(_BUSY_S, self._clock))
+            rows = await self._file.run(read, Deadline.after(_PAGE_S, self._clock))
             for prefix, data in rows:
                 yield entry_of(shape, namespace, PrefixHash(prefix), data)
             if len(rows) < _BATCH:
@@ -140,16 +134,16 @@ class SqliteCatalog(Catalog):
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         def read() -> dict[NamespaceId, str]:
-            rows = self._db.execute("SELECT namespace, tenant FROM namespaces")
+            rows = self._file.db.execute("SELECT namespace, tenant FROM namespaces")
             return {NamespaceId(namespace): tenant for namespace, tenant in rows}
 
-        return await self._run(read, deadline)
+        return await self._file.run(read, deadline)
 
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
         tenants = await self.namespaces(deadline=deadline)
 
         def read() -> dict[NamespaceId, NamespaceTotals]:
-            rows = self._db.execute("SELECT namespace, level, boundaries, records, bytes FROM totals").fetchall()
+            rows = self._file.db.execute("SELECT namespace, level, boundaries, records, bytes FROM totals").fetchall()
             numbers = {(namespace, level): tuple(rest) for namespace, level, *rest in rows}
             return {
                 namespace: NamespaceTotals(
@@ -160,7 +154,7 @@ class SqliteCatalog(Catalog):
                 for namespace, tenant in tenants.items()
             }
 
-        return await self._run(read, deadline)
+        return await self._file.run(read, deadline)
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         query = (
@@ -171,25 +165,26 @@ class SqliteCatalog(Catalog):
         def read() -> list[Tombstone]:
             return [
                 Tombstone(NamespaceId(ns), PrefixHash(prefix), Level(level), group, slice_, num, LeaveReason(why), at_s)
-                for ns, prefix, level, group, slice_, num, why, at_s in self._db.execute(query, (limit,))
+                for ns, prefix, level, group, slice_, num, why, at_s in self._file.db.execute(query, (limit,))
             ]
 
-        return await self._run(read, deadline)
+        return await self._file.run(read, deadline)
 
     # what is told
 
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
         self._shapes[namespace] = EntryShape.of(layout)
+        self._tenants[namespace] = tenant
 
         def write() -> None:
-            self._db.execute("INSERT OR REPLACE INTO namespaces VALUES (?, ?)", (namespace, tenant))
+            self._file.db.execute("INSERT OR REPLACE INTO namespaces VALUES (?, ?)", (namespace, tenant))
 
-        await self._change(write, deadline)
+        await self._file.change(write, deadline)
 
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
         for one in additions:
             self._shape(one.key.namespace)
-        return await self._change(lambda: [self._add(one) for one in additions], deadline)
+        return await self._file.change(lambda: [self._add(one) for one in additions], deadline)
 
     def _add(self, one: Addition) -> bool:
         namespace, prefix, now_s = one.key.namespace, one.key.prefix, self._now_s()
@@ -218,7 +213,7 @@ class SqliteCatalog(Catalog):
             for one in removals:
                 self._remove(one)
 
-        await self._change(write, deadline)
+        await self._file.change(write, deadline)
 
     def _remove(self, one: Removal) -> None:
         namespace, prefix, level = one.key.namespace, one.key.prefix, one.level
@@ -241,7 +236,7 @@ class SqliteCatalog(Catalog):
                     edit.fill(use.tokens, use.parent)
                     self._write(namespace, use.prefix, bytes(edit.data))
 
-        await self._change(write, deadline)
+        await self._file.change(write, deadline)
 
     async def start_leaving(
         self,
@@ -268,7 +263,7 @@ class SqliteCatalog(Catalog):
                 self._write(namespace, prefix, bytes(edit.data))
             return entry_of(shape, namespace, prefix, bytes(edit.data))
 
-        return await self._change(write, deadline)
+        return await self._file.change(write, deadline)
 
     async def finish_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
@@ -286,7 +281,7 @@ class SqliteCatalog(Catalog):
             self._write_or_drop(namespace, prefix, edit)
             return num_bytes
 
-        return await self._change(write, deadline)
+        return await self._file.change(write, deadline)
 
     async def stop_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline
@@ -298,7 +293,7 @@ class SqliteCatalog(Catalog):
                 edit.set_leaving(level, False)
                 self._write(namespace, prefix, bytes(edit.data))
 
-        await self._change(write, deadline)
+        await self._file.change(write, deadline)
 
     async def pin(
         self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], until_s: int, *, deadline: Deadline
@@ -312,27 +307,24 @@ class SqliteCatalog(Catalog):
                 self._write(namespace, prefix, bytes(edit.data))
             return len(found)
 
-        return await self._change(write, deadline)
+        return await self._file.change(write, deadline)
 
     async def clear(self, *, deadline: Deadline) -> None:
         def write() -> None:
             for table in ("entries", "totals"):
-                self._db.execute(f"DELETE FROM {table}")
-            self._db.execute("DELETE FROM facts WHERE name = 'complete'")
+                self._file.db.execute(f"DELETE FROM {table}")
+            self._file.db.execute("DELETE FROM facts WHERE name = 'complete'")
 
-        await self._change(write, deadline)
+        await self._file.change(write, deadline)
 
     async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
-            self._thread.shutdown(wait=False)
+        await self._file.aclose()
 
     # how; on the thread
 
     def _read(self, namespace: NamespaceId, prefix: PrefixHash) -> bytes | None:
         query = "SELECT data FROM entries WHERE namespace = ? AND prefix = ?"
-        row = self._db.execute(query, (namespace, prefix)).fetchone()
+        row = self._file.db.execute(query, (namespace, prefix)).fetchone()
         return None if row is None else bytes(row[0])
 
     def _edit(self, namespace: NamespaceId, prefix: PrefixHash) -> EntryEdit | None:
@@ -340,17 +332,17 @@ class SqliteCatalog(Catalog):
         return None if data is None else EntryEdit(self._shapes[namespace], data)
 
     def _write(self, namespace: NamespaceId, prefix: PrefixHash, data: bytes) -> None:
-        self._db.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", (namespace, prefix, data))
+        self._file.db.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", (namespace, prefix, data))
 
     def _write_or_drop(self, namespace: NamespaceId, prefix: PrefixHash, edit: EntryEdit) -> None:
         if not edit.empty:
             self._write(namespace, prefix, bytes(edit.data))
             return
-        self._db.execute("DELETE FROM entries WHERE namespace = ? AND prefix = ?", (namespace, prefix))
+        self._file.db.execute("DELETE FROM entries WHERE namespace = ? AND prefix = ?", (namespace, prefix))
         self._count(namespace, _ENTRIES, -1)
 
     def _count(self, namespace: NamespaceId, level: int, boundaries: int, records: int = 0, num_bytes: int = 0) -> None:
-        self._db.execute(
+        self._file.db.execute(
             "INSERT INTO totals VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET boundaries = boundaries + "
             "excluded.boundaries, records = records + excluded.records, bytes = bytes + excluded.bytes",
             (namespace, int(level), boundaries, records, num_bytes),
@@ -358,8 +350,10 @@ class SqliteCatalog(Catalog):
 
     def _bury(self, one: Tombstone) -> None:
         values = (one.namespace, one.prefix, int(one.level), one.group, one.slice, one.num_bytes, int(one.reason))
-        cursor = self._db.execute("INSERT INTO tombstones VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, one.at_s))
-        self._db.execute("DELETE FROM tombstones WHERE number <= ?", ((cursor.lastrowid or 0) - _TOMBSTONES,))
+        cursor = self._file.db.execute(
+            "INSERT INTO tombstones VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, one.at_s)
+        )
+        self._file.db.execute("DELETE FROM tombstones WHERE number <= ?", ((cursor.lastrowid or 0) - _TOMBSTONES,))
 
     def _now_s(self) -> int:
         return self._clock.wall_ms() // 1000
@@ -369,32 +363,3 @@ class SqliteCatalog(Catalog):
         if shape is None:
             raise InvalidRequest("the namespace is not known to the catalog: register it", namespace=namespace.hex())
         return shape
-
-    async def _change(self, write: Callable[[], T], deadline: Deadline) -> T:
-        """Run `write` as one transaction."""
-
-        def transaction() -> T:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                result = write()
-                self._db.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
-                raise
-            return result
-
-        return await self._run(transaction, deadline)
-
-    async def _run(self, work: Callable[[], T], deadline: Deadline) -> T:
-        if self._closed:
-            raise Closed("the catalog is closed")
-        try:
-            async with deadline.scope("asking the catalog"):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except sqlite3.Error as error:
-            raise Unavailable(
-                "the catalog's file cannot be used: check the disk, or delete it and run `kvstore reindex`",
-                path=self._path,
-                error=error,
-            ) from error

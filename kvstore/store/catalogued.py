@@ -11,6 +11,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.recorder import Recorder
+from kvstore.store.room import Room
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 
 __all__ = ["CataloguedTier"]
@@ -26,14 +27,17 @@ class CataloguedTier(Tier):
         inner: The tier; owned from now on. Retention, which tells the catalog itself, deletes there.
         level: What it is to the catalog.
         recorder: The way to the catalog; stays the caller's.
+        room: Where puts wait for eviction; `None`: the level is not bounded.
     """
 
-    def __init__(self, inner: Tier, level: Level, recorder: Recorder) -> None:
+    def __init__(self, inner: Tier, level: Level, recorder: Recorder, room: Room | None = None) -> None:
         self.name = inner.name
         self.inner = inner
         self._level = level
         self._recorder = recorder
+        self._room = room
         inner.on_quarantine = self._put_aside
+        inner.on_drop = self._dropped
 
     @property
     def num_quarantined(self) -> int:
@@ -56,6 +60,21 @@ class CataloguedTier(Tier):
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """As `Tier.put`. A level that has no room, and gets none in time, is `FULL`."""
+        if self._room is None:
+            return await self._put(record, deadline)
+        cost_bytes = self.inner.cost_bytes(record.num_bytes)
+        if not await self._room.take(record.key, cost_bytes, deadline):
+            return PutOutcome.FULL
+        is_stored = False
+        try:
+            outcome = await self._put(record, deadline)
+            is_stored = outcome is PutOutcome.STORED
+        finally:
+            self._room.end(record.key, cost_bytes, is_stored=is_stored)
+        return outcome
+
+    async def _put(self, record: Record, deadline: Deadline) -> PutOutcome:
         outcome = await self.inner.put(record, deadline=deadline)
         if outcome is PutOutcome.STORED:
             taken = await self._recorder.added(record, self._level, deadline=deadline)
@@ -85,6 +104,12 @@ class CataloguedTier(Tier):
     def _put_aside(self, key: RecordKey, reason: str) -> None:
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
+
+    def _dropped(self, keys: Sequence[RecordKey]) -> None:
+        self._recorder.dropped(keys, self._level)
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        return self.inner.cost_bytes(num_bytes)
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         await self.inner.allow_eviction(keys, deadline=deadline)

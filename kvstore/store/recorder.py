@@ -117,6 +117,11 @@ class Recorder:
         """A level holds a record no more. Returns as `added`."""
         await self._tell(Removal(key, level, num_bytes, reason), deadline)
 
+    def dropped(self, keys: Iterable[RecordKey], level: Level) -> None:
+        """A medium let records go by itself. Never waits."""
+        for key in keys:
+            self._queue(Removal(key, level, None, LeaveReason.LOST))
+
     def used(self, namespace: NamespaceId, boundaries: Iterable[tuple[PrefixHash, int]]) -> None:
         """Boundaries (prefix, tokens) were read. Never waits: told within seconds."""
         for prefix, tokens in boundaries:
@@ -148,16 +153,23 @@ class Recorder:
                 parent = boundary.prefix
 
     async def _tell(self, change: Addition | Removal, deadline: Deadline) -> bool:
+        done = self._queue(change)
+        if done is None:
+            return True
+        await asyncio.wait({done}, timeout=deadline.remaining_s)
+        return done.result() if done.done() else True
+
+    def _queue(self, change: Addition | Removal) -> asyncio.Future[bool] | None:
+        """Have it told in its turn; `None`: too much waits, it will never be."""
         if len(self._waiting) >= _WAITING_MAX:
             self._lost = True
             self._meters.add("catalog_changes_lost")
-            return True
+            return None
         told = _Told(change, asyncio.get_running_loop().create_future())
         self._waiting.append(told)
         if self._flusher is None or self._flusher.done():
             self._flusher = self._background.spawn(self._flush(), "changes")
-        await asyncio.wait({told.done}, timeout=deadline.remaining_s)
-        return told.done.result() if told.done.done() else True
+        return told.done
 
     async def _flush(self) -> None:
         """Tell what waits, in order, until nothing does."""

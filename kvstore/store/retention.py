@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
@@ -18,12 +18,15 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.retention_plan import Leaver, plan_leaving
+from kvstore.store.room import Room
 from kvstore.tiers.base import Tier
 from kvstore.tiers.gather import gather_all
 
 __all__ = ["Retention", "RetentionRules"]
 
 _CALL_S = 10.0
+_FRESH_S = 10
+_BUSY_S = 0.1
 _AT_ONCE = 32
 """Boundaries that are deleted at a time."""
 
@@ -38,7 +41,9 @@ class RetentionRules:
         ttl_s: What was neither stored nor read for so long leaves; `None`: no limit.
         start_share: Of the budget: eviction starts above, so that it is ahead of what comes while it works.
         stop_share: Of the budget: and goes on down to this, since each start reads the whole catalog.
-        period_s: The totals are looked at so often.
+        period_s: The totals are looked at so often, and at once when a put finds too little room.
+        is_private: The tier has one owner, this process, and a bound of its own: what it says is used counts, whole
+            blocks and all, and nothing leaves while the catalog may lack records.
     """
 
     budget_bytes: int | None = None
@@ -47,6 +52,7 @@ class RetentionRules:
     start_share: float = 0.97
     stop_share: float = 0.92
     period_s: float = 1.0
+    is_private: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.stop_share <= self.start_share <= 1:
@@ -76,6 +82,7 @@ class Retention:
         meters: Where to count: `retention_boundaries{tier,reason} retention_bytes{tier,reason}
             retention_failures{tier}`.
         clock: For time to live, pins and deadlines.
+        room: Told how much is held and what has left; `None`: nobody waits for it.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class Retention:
         meters: Meters,
         clock: Clock,
         num_refused: Callable[[], int] = lambda: 0,
+        room: Room | None = None,
     ) -> None:
         self._tier = tier
         self._level = level
@@ -99,13 +107,17 @@ class Retention:
         self._choice = choice
         self._meters = meters
         self._clock = clock
+        self._room = room
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
+        self._is_over = False
         self._known: set[NamespaceId] = set()
         self._swept_s = float("-inf")
         self._num_refused = num_refused
         self._num_seen = 0
         self._is_unfinished = True  # perhaps an earlier run of this service was cut off
+        self._cost = 1.0
+        """Bytes of the budget that a stored byte takes: a directory's files fill whole blocks."""
 
     def start(self) -> None:
         """Work in the background from now on, until `aclose`."""
@@ -113,11 +125,18 @@ class Retention:
 
     async def _run(self) -> None:
         while True:
+            is_stuck = True
             try:
-                await self.round()
+                is_stuck = await self.round() == 0 and self._is_over
             except (Unavailable, Closed, CorruptRecord):
                 self._meters.add("retention_failures", tier=self._tier.name)
-            await asyncio.sleep(self._rules.period_s)
+                if self._room is not None:
+                    self._room.suspend()
+            if self._room is None or is_stuck:
+                is_busy = self._room is not None and bool(self._room.boundaries_in_work())
+                await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
+            else:
+                await self._room.wanted(self._rules.period_s)
 
     async def round(self) -> int:
         """Look once, and evict what is over; returns the bytes that left.
@@ -125,13 +144,24 @@ class Retention:
         Raises:
             Unavailable: The catalog did not answer. What was begun is finished by a later round.
         """
+        if self._rules.is_private and not await self._catalog.is_complete(deadline=self._deadline()):
+            if self._room is not None:
+                self._room.suspend()
+            return 0
+        ended_bytes = self._room.ended_bytes if self._room is not None else 0
         totals = await self._catalog.totals(deadline=self._deadline())
         tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}
         held = {namespace: total.levels[self._level].num_bytes for namespace, total in totals.items()}
-        used = sum(held.values())
+        stored = sum(held.values())
+        used = await self._used_bytes(stored)
+        if self._room is not None:
+            self._room.settle(used + self._room.ended_bytes - ended_bytes)
+            used += self._room.asked_bytes
+        excess = self._excess(used)
+        self._is_over = excess > 0
         if self._rules.budget_bytes is not None:
             boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
-            await self._choice.settle(self._rules.budget_bytes, used // max(1, boundaries))
+            await self._choice.settle(self._rules.budget_bytes, int(stored * self._cost) // max(1, boundaries))
         num_refused = self._num_refused()
         if not self._is_due(used, held, tenants) and not self._is_unfinished and num_refused == self._num_seen:
             return 0
@@ -151,17 +181,62 @@ class Retention:
         entries = [entry for entry in entries if self._level not in entry.leaving]
         # of what all owners together must free, the share of what is owned here
         own = sum(held[namespace] for namespace in self._owned)
-        leavers = plan_leaving(
-            entries,
-            level=self._level,
-            tenants=tenants,
-            free_bytes=self._excess(used) * own // max(1, used) - left,
-            quotas=self._rules.quotas,
-            ttl_s=self._rules.ttl_s,
-            now_s=self._now_s(),
-            make_policy=self._choice.make_policy,
-        )
-        return left + await self._evict(leavers)
+        free_bytes = int(excess / self._cost) * own // max(1, stored) - left
+        left += await self._evict(self._plan(entries, tenants, free_bytes))
+        owns_all = len(self._owned) == sum(map(bool, held.values()))
+        is_stuck = left == 0 and self._is_over and owns_all
+        if is_stuck and self._room is not None and not self._room.boundaries_in_work():
+            self._room.stuck()
+        return left
+
+    def _plan(
+        self, entries: Sequence[BoundaryEntry], tenants: Mapping[bytes, str], free_bytes: int
+    ) -> Sequence[Leaver]:
+        """What leaves: if that is enough, nothing that is new, since more of it may be on its way from any service; and
+        nothing that is being written here.
+        """
+        now_s = self._now_s()
+        in_work = self._in_work(entries)
+        fresh = {entry.namespace + entry.prefix for entry in entries if entry.first_use_s > now_s - _FRESH_S}
+        for kept in (fresh | in_work, in_work):
+            plan = plan_leaving(
+                entries,
+                level=self._level,
+                tenants=tenants,
+                free_bytes=free_bytes,
+                quotas=self._rules.quotas,
+                ttl_s=self._rules.ttl_s,
+                now_s=now_s,
+                make_policy=self._choice.make_policy,
+                kept=kept,
+                order=self._room.order() if self._room is not None else None,
+            )
+            if plan.is_enough:
+                break
+        return plan.leavers
+
+    def _in_work(self, entries: Sequence[BoundaryEntry]) -> Set[bytes]:
+        """Boundaries that are being written here, or were a moment ago and have fewer records than others."""
+        if self._room is None:
+            return frozenset()
+        most: dict[NamespaceId, int] = {}
+        records: dict[bytes, tuple[NamespaceId, int]] = {}
+        recent = self._room.boundaries_in_work()
+        for entry in entries:
+            count = entry.num_records(self._level)
+            most[entry.namespace] = max(count, most.get(entry.namespace, 0))
+            if (name := entry.namespace + entry.prefix) in recent:
+                records[name] = entry.namespace, count
+        whole = {name for name, (namespace, count) in records.items() if count == most[namespace]}
+        return recent - (whole - self._room.boundaries_in_flight())
+
+    async def _used_bytes(self, stored: int) -> int:
+        """What the level takes of its budget: what its records have, or what the medium says they take."""
+        if not self._rules.is_private:
+            return stored
+        used = (await self._tier.usage(deadline=self._deadline())).used_bytes or stored
+        self._cost = max(1.0, used / max(1, stored))
+        return used
 
     def _is_due(self, used: int, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> bool:
         rules = self._rules
@@ -261,6 +336,8 @@ class Retention:
         num_bytes = await self._catalog.finish_leaving(
             entry.namespace, entry.prefix, self._level, reason, deadline=self._deadline()
         )
+        if self._room is not None:
+            self._room.free(int(num_bytes * self._cost))
         self._meters.add("retention_boundaries", tier=self._tier.name, reason=reason.name.lower())
         self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=reason.name.lower())
         return num_bytes

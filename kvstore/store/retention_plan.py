@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.catalog.base import BoundaryEntry, LeaveReason
@@ -11,7 +11,7 @@ from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings
 from kvstore.eviction.prefixes import Node
 
-__all__ = ["Leaver", "plan_leaving"]
+__all__ = ["Leaver", "LeavingPlan", "plan_leaving"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,19 @@ class Leaver:
     parent: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LeavingPlan:
+    """What leaves.
+
+    Attributes:
+        leavers: Each before the boundary below it.
+        is_enough: Budget and quotas are met once they have left.
+    """
+
+    leavers: Sequence[Leaver]
+    is_enough: bool
+
+
 def plan_leaving(
     entries: Iterable[BoundaryEntry],
     *,
@@ -40,7 +53,9 @@ def plan_leaving(
     ttl_s: int | None,
     now_s: int,
     make_policy: Callable[[], Policy],
-) -> list[Leaver]:
+    kept: Set[bytes] = frozenset(),
+    order: Mapping[bytes, float] | None = None,
+) -> LeavingPlan:
     """Choose what leaves, ends of prefixes first; nothing that is pinned, nor what a pinned boundary needs.
 
     Args:
@@ -52,27 +67,30 @@ def plan_leaving(
         ttl_s: What was unused for so long leaves; `None`: no limit.
         now_s: Seconds since the Unix epoch.
         make_policy: Ranks what is free to leave.
+        kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
+        order: Of boundaries used in the same second, from 0 to 1.
 
     Returns:
-        Each before the boundary below it. Less than asked for when the rest is pinned.
+        Less than asked for when the rest is pinned.
     """
+    order = order or {}
     pools = {tenant: index for index, tenant in enumerate(sorted(quotas), start=1)}
     holdings = Holdings(0, make_policy)
     for tenant, index in pools.items():
         holdings.pool(index).quota_bytes = quotas[tenant]
-    held = sorted((entry for entry in entries if any(entry.slices[level])), key=lambda entry: entry.last_use_s)
-    by_key = {entry.namespace + entry.prefix: entry for entry in held}
+    named = ((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
+    by_key = dict(sorted(named, key=lambda one: (one[1].last_use_s, order.get(one[0], 0.0), -one[1].tokens)))
     for key, entry in _parents_first(by_key):
         node = holdings.add(
             key,
             entry.namespace + entry.parent if entry.parent is not None else None,
             tokens=entry.tokens,
             num_bytes=entry.num_bytes(level),
-            now=float(entry.last_use_s),
+            now=entry.last_use_s + order.get(key, 0.0),
             num_uses=entry.hits,
             pool=pools.get(tenants.get(entry.namespace, ""), SHARED),
         )
-        if entry.pinned_until_s > now_s:
+        if entry.pinned_until_s > now_s or key in kept:
             holdings.pin(node)
     leaving: list[tuple[Node, LeaveReason]] = []
     holdings.budget_bytes = holdings.used_bytes
@@ -84,10 +102,11 @@ def plan_leaving(
     holdings.budget_bytes = holdings.used_bytes - max(0, free_bytes - gone_bytes)
     leaving += [(node, LeaveReason.EVICTED) for node in holdings.evict(0)]
     place = {node.key: index for index, (node, _) in enumerate(leaving)}
-    return [
+    leavers = [
         Leaver(by_key[_name(node)], reason, place.get(node.parent.key) if node.parent is not None else None)
         for node, reason in leaving
     ]
+    return LeavingPlan(leavers, all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values())))
 
 
 def _name(node: Node) -> bytes:

@@ -54,6 +54,7 @@ class TieredStore(PageStore):
         cold: A large, slow tier, if there is one.
         pending: Where write-backs are recorded that others finish if this process dies; stays the caller's. Without it
             they are forgotten with the process.
+        recorder: The way to the catalog, if there is one.
         choice: Told of every lookup, to choose what retention follows.
         meters: Where to count.
         limits: Every bound; by default stages may pin three quarters of the memory tier.

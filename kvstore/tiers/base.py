@@ -95,6 +95,9 @@ class Tier(ABC):
     on_quarantine: Callable[[RecordKey, str], None] | None = None
     """Told of each record that is put aside, and why; set by whoever wants to know. May be called in any thread."""
 
+    on_drop: Callable[[Sequence[RecordKey]], None] | None = None
+    """Told of the records that the tier drops for its own bound; set by whoever wants to know. Called on the loop."""
+
     @property
     def num_quarantined(self) -> int:
         """Corrupt records put aside since the tier was opened."""
@@ -133,6 +136,10 @@ class Tier(ABC):
     @abstractmethod
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         """Remove a record. False: it was not there."""
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        """What a record of so many bytes takes of the medium, as `usage` counts it."""
+        return num_bytes
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:  # noqa: B027
         """These records are in a slower tier too: from now on the medium may let them go. Absent ones are ignored.

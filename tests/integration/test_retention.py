@@ -15,7 +15,7 @@ from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership_redis import RedisOwnership
 from kvstore.compose import open_catalog, open_store, open_tier
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.model.keys import PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
@@ -115,11 +115,3 @@ async def test_ten_times_the_budget_is_written_and_the_budget_holds(
     assert last in cold
     async with open_tier(settings.cold, settings) as tier:
         assert sum([entry.num_bytes async for entry in tier.scan()]) == held
-
-
-async def test_a_bound_without_a_catalog_is_refused(tmp_path: Path) -> None:
-    """Without a Redis nobody keeps the books of a shared tier: the setting says what to do instead."""
-    settings = load_settings({"memory_bytes": "64MiB", "cold": f"file://{tmp_path}/records", "cold_bytes": "1GiB"})
-    with pytest.raises(InvalidRequest, match="disk_bytes"):
-        async with open_store(settings):
-            pass

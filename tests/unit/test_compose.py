@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -96,3 +97,31 @@ def test_limits_follow_the_settings() -> None:
     limits = store_limits(load_settings({"memory_bytes": 1000, "stall_timeout_ms": 250, "lease_s": 3}))
     assert (limits.stage_bytes, limits.stall_timeout_s, limits.lease_s) == (750, 0.25, 3.0)
     assert store_limits(load_settings({"memory_bytes": 1000, "stage_bytes": 10})).stage_bytes == 10
+
+
+@pytest.mark.parametrize("bound", [{"cold_bytes": "1GiB"}, {"cold_unused_s": 60}])
+async def test_a_bound_without_a_catalog_is_refused(bound: dict[str, object]) -> None:
+    """Without a directory or a Redis nobody keeps the books of the cold tier: the message says what would."""
+    settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:"} | bound)
+    with pytest.raises(InvalidRequest, match="need a directory as cold, or a Redis as hot"):
+        async with open_store(settings):
+            pass
+
+
+async def test_a_directory_store_needs_no_client() -> None:
+    """Memory, a directory and its catalog, as the embedded store has them: no Redis, no S3 client and no torch."""
+    code = (
+        "import asyncio, sys, tempfile\n"
+        "from kvstore.compose import open_store\n"
+        "from kvstore.settings import load_settings\n"
+        "async def run(folder):\n"
+        "    settings = load_settings({'memory_bytes': '16MiB', 'disk_bytes': '16MiB', 'cold': 'file://' + folder})\n"
+        "    async with open_store(settings):\n"
+        "        pass\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    asyncio.run(run(folder))\n"
+        "print([name for name in ('redis', 'botocore', 'aiobotocore', 'torch') if name in sys.modules])\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert output.decode().splitlines()[-1] == "[]"

@@ -19,7 +19,7 @@ from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
 from kvstore.tiers.detached import Work, outcome_of, see_through
 from kvstore.tiers.filesystem.files import Fsync, RecordFiles
-from kvstore.tiers.filesystem.index import Index
+from kvstore.tiers.filesystem.index import Index, cost_bytes
 from kvstore.tiers.verify import check_deadline
 
 __all__ = ["FilesystemTier"]
@@ -32,6 +32,9 @@ _CLOSE_S = 5.0
 
 class FilesystemTier(Tier):
     """Stores each record as a file, at most `budget_bytes` of them; make one with `open`.
+
+    Over its budget it drops the records that were used longest ago, each alone: whoever wants prefixes to stay whole
+    keeps it below, and this is the last resort.
 
     A full disk answers `FULL` and leaves reads alone. A call that gives up at its deadline leaves its thread to finish;
     with too many such leftovers (a frozen network filesystem) calls are refused at once instead of piling up.
@@ -141,6 +144,8 @@ class FilesystemTier(Tier):
         victims = self._index.reserve(record.num_bytes)
         if victims is None:
             return PutOutcome.FULL
+        if victims and self.on_drop is not None:
+            self.on_drop(victims)
 
         async def store() -> PutOutcome:
             try:
@@ -152,6 +157,9 @@ class FilesystemTier(Tier):
             return outcome
 
         return await self._see_through(store, "write a record", deadline)
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        return cost_bytes(num_bytes)
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)

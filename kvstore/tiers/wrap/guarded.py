@@ -48,6 +48,7 @@ class GuardedTier(Tier):
         self.name = inner.name
         self.inner = inner
         inner.on_quarantine = self._put_aside
+        inner.on_drop = self._dropped
         self._meters = meters
         self._breaker = breaker or Breaker()
         self._calls_max = calls_max
@@ -95,6 +96,9 @@ class GuardedTier(Tier):
         with self._call(deadline):
             return await self.inner.delete(key, deadline=deadline)
 
+    def cost_bytes(self, num_bytes: int) -> int:
+        return self.inner.cost_bytes(num_bytes)
+
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         with self._call(deadline):
             await self.inner.allow_eviction(keys, deadline=deadline)
@@ -133,6 +137,10 @@ class GuardedTier(Tier):
     def _put_aside(self, key: RecordKey, reason: str) -> None:
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
+
+    def _dropped(self, keys: Sequence[RecordKey]) -> None:
+        if self.on_drop is not None:
+            self.on_drop(keys)
 
     @contextmanager
     def _call(self, deadline: Deadline) -> Iterator[None]:

@@ -59,6 +59,7 @@ class World:
     """A tier with its catalog; prompts of two groups, pages in two slices and states."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.clock = Clock()
         self.tier = MemoryTier(1 << 26)
         self.catalog = SqliteCatalog(path, clock=self.clock)
@@ -206,7 +207,7 @@ async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World
             await self.use(NAMESPACE, [Use(path[2], 1)], deadline=world.deadline)
             return await super().start_leaving(*arguments, **options)  # type: ignore[arg-type]
 
-    own, world.catalog = world.catalog, Reader(world.catalog._path, clock=world.clock)
+    own, world.catalog = world.catalog, Reader(world.path, clock=world.clock)
     await world.catalog.register(NAMESPACE, LAYOUT, "", deadline=world.deadline)
     assert await world.retention(budget_bytes=1).round() == 0
     assert await world.held(path) == [3, 3, 3]

@@ -1,0 +1,139 @@
+"""A SQLite file that one thread uses, and that is begun anew when it is damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.errors import Closed, Unavailable
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["SqliteFile"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_BUSY_S = 5.0
+"""Other processes may have the file open: their transactions are waited for, in the thread."""
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class SqliteFile:
+    """A database in write-ahead mode that holds nothing that could not be made anew: a file that turns out damaged,
+    or of another version, is put aside, and an empty one begun.
+
+    Args:
+        path: The file; made when it is not there, like its folder.
+        schema: Statements that make the tables.
+        version: Of the schema, kept in the file.
+        begun_anew: Called in the thread after a damaged file was replaced while it was in use.
+
+    Raises:
+        Unavailable: The file cannot be opened.
+    """
+
+    def __init__(self, path: Path, schema: str, version: int, begun_anew: Callable[[], None]) -> None:
+        self._path = path
+        self._schema = schema
+        self._version = version
+        self._begun_anew = begun_anew
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-catalog")
+        self._closed = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.db = self._connect()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # no permission, no space: not the file's fault
+                    raise
+                self._put_aside(error)
+                self.db = self._connect()
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(
+                "the catalog's file cannot be opened: check its folder, or delete it and run `kvstore reindex`",
+                path=path,
+                error=error,
+            ) from error
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            (num_tables,) = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            if num_tables and version != self._version:
+                raise sqlite3.DatabaseError(f"version {version} of the catalog, expected {self._version}")
+            pragmas = f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={self._version};"
+            database.executescript(pragmas + self._schema)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _put_aside(self, error: sqlite3.Error) -> None:
+        """Keep the file under another name, for whoever wants to know why; one is kept."""
+        aside = self._path.with_name(f"{self._path.name}.damaged")
+        _log.warning("the catalog cannot be read, it is put aside and made anew path=%s error=%s", aside, error)
+        self._path.replace(aside)
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+    async def change(self, write: Callable[[], T], deadline: Deadline) -> T:
+        """Run `write` as one transaction."""
+
+        def transaction() -> T:
+            self.db.execute("BEGIN IMMEDIATE")
+            try:
+                result = write()
+                self.db.execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self.db.execute("ROLLBACK")
+                raise
+            return result
+
+        return await self.run(transaction, deadline)
+
+    async def run(self, work: Callable[[], T], deadline: Deadline) -> T:
+        """Run `work` in the thread. If cancelled, it is done or not begun.
+
+        Raises:
+            Unavailable: The file cannot be used, was damaged, or the deadline came first.
+            Closed: After `aclose`.
+        """
+        if self._closed:
+            raise Closed("the catalog is closed")
+        try:
+            async with deadline.scope("asking the catalog"):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._guarded, work)
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(
+                "the catalog's file cannot be used: check the disk, or delete it and run `kvstore reindex`",
+                path=self._path,
+                error=error,
+            ) from error
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", None) in _DAMAGE:
+                with suppress(sqlite3.Error):
+                    self.db.close()
+                self._put_aside(error)
+                self.db = self._connect()
+                self._begun_anew()
+            raise
+
+    async def aclose(self) -> None:
+        """Wait for what runs and let go of the file. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self.db.close)
+            self._thread.shutdown(wait=False)

@@ -1,0 +1,98 @@
+"""Keeps a directory's catalog true: made anew from the records when it lacks some, while the store goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.reindexing import reindex_level
+from kvstore.tiers.base import Tier
+
+__all__ = ["CatalogKeeper"]
+
+_log = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+_LOOK_S = 1.0
+_REST_S = 30.0
+"""After a walk that failed."""
+
+
+class CatalogKeeper:
+    """Walks over a tier whose records one process owns and can count, whenever its catalog is not complete: a file that
+    is new, was damaged, or missed changes.
+
+    Args:
+        catalog: What to keep; stays the caller's.
+        tier: The records; stays the caller's.
+        level: What the tier is to the catalog.
+        meters: Where to count: `catalog_rebuilds{tier}`.
+        clock: For deadlines and uses.
+    """
+
+    def __init__(self, catalog: Catalog, tier: Tier, level: Level, *, meters: Meters, clock: Clock) -> None:
+        self._catalog = catalog
+        self._tier = tier
+        self._level = level
+        self._meters = meters
+        self._clock = clock
+        self._background = Background("catalog keeper")
+
+    async def compare(self) -> bool:
+        """Whether the catalog tells of as many records as the tier holds; if not, it is marked as not complete. To be
+        asked before anything is stored: what is under way would be a difference.
+
+        Raises:
+            Unavailable: One of them does not answer.
+        """
+        totals = await self._catalog.totals(deadline=self._deadline())
+        told = sum(total.levels[self._level].num_records for total in totals.values())
+        usage = await self._tier.usage(deadline=self._deadline())
+        if usage.num_records != told:
+            await self._catalog.set_complete(False, deadline=self._deadline())
+            return False
+        if not told:  # also at the first start
+            await self._catalog.set_complete(True, deadline=self._deadline())
+        return await self._catalog.is_complete(deadline=self._deadline())
+
+    def start(self) -> None:
+        """Look in the background from the next turn of the loop on, until `aclose`."""
+        self._background.spawn(self._run(), "keeping it complete")
+
+    async def _run(self) -> None:
+        while True:
+            rest_s = _LOOK_S
+            try:
+                await self.rebuild_if_incomplete()
+            except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
+                _log.warning("the catalog could not be made anew, it is tried again: %s", error)
+                rest_s = _REST_S
+            await asyncio.sleep(rest_s)
+
+    async def rebuild_if_incomplete(self) -> bool:
+        """Returns whether it was not complete; then it is now.
+
+        Raises:
+            Unavailable: The catalog or the tier failed several times in a row.
+        """
+        if await self._catalog.is_complete(deadline=self._deadline()):
+            return False
+        report = await reindex_level(self._catalog, self._tier, self._level, clock=self._clock)
+        await self._catalog.set_complete(True, deadline=self._deadline())
+        self._meters.add("catalog_rebuilds", tier=self._tier.name)
+        _log.info("the catalog is complete again records=%d stale=%d", report.num_records, report.num_stale)
+        return True
+
+    async def aclose(self) -> None:
+        """Stop. Idempotent."""
+        await self._background.aclose()
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)

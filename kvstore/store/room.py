@@ -1,0 +1,162 @@
+"""How much more a bounded level takes: who writes there waits here until eviction has caught up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Set
+
+from kvstore.errors import Unavailable
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["Room"]
+
+_WAIT_SHARE = 0.5
+"""Of a put's time, for waiting; the rest is for the put itself."""
+_COMPLETE_S = 1.0
+"""The records of one boundary come from several ranks: so long after one of them, another may be on its way."""
+_RECENT_MAX = 16_384
+
+
+class Room:
+    """Counts what a level holds between two looks at its totals, and lets nothing be written beyond its budget.
+
+    Eviction is asked for when the level is nearly full, so that waiting is rare. Whoever evicts says when nothing
+    can leave (all is pinned): then a put that does not fit is refused at once. While the books cannot be read the
+    level is not bounded here.
+
+    Args:
+        budget_bytes: What the level may hold, in the unit of `settle`.
+        start_bytes: Above it, eviction is asked for.
+        clock: For what is recent.
+    """
+
+    def __init__(self, budget_bytes: int, start_bytes: int, clock: Clock) -> None:
+        self.budget_bytes = budget_bytes
+        self.ended_bytes = 0
+        """Of all puts that have stored something so far: what ended while totals were read may not be in them."""
+        self._start_bytes = start_bytes
+        self._used_bytes = 0
+        self._in_flight_bytes = 0
+        self._waiting_bytes = 0
+        self._clock = clock
+        self._writing: Counter[bytes] = Counter()
+        self._recent: OrderedDict[bytes, float] = OrderedDict()
+        self._is_suspended = True
+        self._is_stuck = False
+        self._freed = asyncio.Event()
+        self._wanted = asyncio.Event()
+
+    @property
+    def used_bytes(self) -> int:
+        """What is held and under way, as far as is known here."""
+        return self._used_bytes + self._in_flight_bytes
+
+    @property
+    def asked_bytes(self) -> int:
+        """What is being written, or waits to be."""
+        return self._in_flight_bytes + self._waiting_bytes
+
+    def settle(self, used_bytes: int) -> None:
+        """The level's totals were read just now."""
+        self._used_bytes = used_bytes
+        self._is_suspended = False
+        self._freed.set()
+
+    def free(self, num_bytes: int) -> None:
+        """So much has left."""
+        self._used_bytes = max(0, self._used_bytes - num_bytes)
+        self._is_stuck = False
+        self._freed.set()
+
+    def stuck(self) -> None:
+        """Nothing more can leave for now."""
+        self._is_stuck = True
+        self._freed.set()
+
+    def suspend(self) -> None:
+        """The books cannot be read: everything is let in."""
+        self._is_suspended = True
+        self._freed.set()
+
+    def boundaries_in_flight(self) -> Set[bytes]:
+        """Names (namespace and prefix) of what is being written, or waits to be."""
+        return self._writing.keys()
+
+    def boundaries_in_work(self) -> Set[bytes]:
+        """These, and what was written a moment ago: it may not be complete yet."""
+        since_s = self._clock.monotonic_s() - _COMPLETE_S
+        return set(self._writing) | {name for name, at_s in self._recent.items() if at_s > since_s}
+
+    def order(self) -> Mapping[bytes, float]:
+        """The boundaries that were written last, from 0 to 1: the catalog's times are whole seconds."""
+        return {name: index / len(self._recent) for index, name in enumerate(self._recent)}
+
+    async def take(self, key: RecordKey, num_bytes: int, deadline: Deadline) -> bool:
+        """Reserve room for a put, which `end` follows. False: there is none, nor will there be in time.
+
+        If cancelled, nothing is reserved.
+        """
+        if not self._is_suspended and self.used_bytes + num_bytes > self._start_bytes:
+            self._wanted.set()
+        name = key.namespace + key.prefix
+        self._writing[name] += 1
+        is_taken = False
+        try:
+            is_taken = self._fits(num_bytes) or await self._wait(num_bytes, deadline)
+        finally:
+            if not is_taken:
+                self._written(name)
+        self._in_flight_bytes += num_bytes * is_taken
+        return is_taken
+
+    def _written(self, name: bytes) -> None:
+        self._writing[name] -= 1
+        if self._writing[name] <= 0:
+            del self._writing[name]
+
+    async def _wait(self, num_bytes: int, deadline: Deadline) -> bool:
+        """Whether there is room before much of the time has passed. Returns in the turn in which there is."""
+        self._waiting_bytes += num_bytes
+        try:
+            async with deadline.earlier(deadline.remaining_s * _WAIT_SHARE).scope("waiting for room"):
+                while not self._fits(num_bytes):
+                    if self._is_stuck or num_bytes > self.budget_bytes:
+                        return False
+                    self._wanted.set()
+                    self._freed.clear()
+                    await self._freed.wait()
+        except Unavailable:
+            return False
+        finally:
+            self._waiting_bytes -= num_bytes
+        return True
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._is_suspended or self.used_bytes + num_bytes <= self.budget_bytes
+
+    def end(self, key: RecordKey, num_bytes: int, *, is_stored: bool) -> None:
+        """A put that had taken room has ended, however it did."""
+        name = key.namespace + key.prefix
+        self._written(name)
+        self._recent[name] = self._clock.monotonic_s()
+        self._recent.move_to_end(name)
+        if len(self._recent) > _RECENT_MAX:
+            self._recent.popitem(last=False)
+        self._in_flight_bytes -= num_bytes
+        if is_stored:
+            self._used_bytes += num_bytes
+            self.ended_bytes += num_bytes
+        else:
+            self._freed.set()
+
+    async def wanted(self, timeout_s: float) -> None:
+        """Return when eviction is asked for, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        self._wanted.clear()

@@ -1,0 +1,100 @@
+"""Room: what a bounded level takes between two looks at its totals, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.room import Room
+from kvstore.testing.records import make_key
+
+KEY, OTHER = make_key(1), make_key(2)
+
+
+def soon() -> Deadline:
+    return Deadline.after(10.0)
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room(100, 90, SYSTEM_CLOCK)
+
+
+async def test_everything_is_let_in_until_the_books_were_read(room: Room) -> None:
+    """Nothing is known of the level, so nothing is refused; then its totals count."""
+    assert await room.take(KEY, 1000, soon())
+    room.settle(100)
+    assert not await room.take(OTHER, 1, Deadline.after(0.02))
+    room.suspend()
+    assert await room.take(OTHER, 1, soon())
+
+
+async def test_a_put_waits_until_enough_has_left(room: Room) -> None:
+    """Eviction is asked for, and the put goes on in the turn in which its bytes fit, before the deadline."""
+    room.settle(95)
+    waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
+    async with asyncio.timeout(5):
+        await room.wanted(60.0)
+    assert (waiting.done(), room.asked_bytes) == (False, 10)
+    room.free(4)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    room.free(1)
+    assert await waiting
+    assert (room.used_bytes, room.asked_bytes) == (100, 10)
+
+
+async def test_what_is_being_written_counts_once(room: Room) -> None:
+    """Bytes count from the moment they are let in; those of a put that stored nothing are free again."""
+    room.settle(50)
+    assert await room.take(KEY, 30, soon())
+    assert await room.take(OTHER, 20, soon())
+    assert room.used_bytes == 100
+    room.end(KEY, 30, is_stored=True)
+    room.end(OTHER, 20, is_stored=False)
+    assert (room.used_bytes, room.asked_bytes, room.ended_bytes) == (80, 0, 30)
+
+
+async def test_when_nothing_can_leave_puts_are_refused_at_once(room: Room) -> None:
+    """All is pinned: nobody waits for what will not come, until something leaves after all."""
+    room.settle(100)
+    waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
+    await asyncio.sleep(0)
+    room.stuck()
+    assert not await waiting
+    assert not await room.take(KEY, 10, soon())
+    room.free(20)
+    assert await room.take(KEY, 10, soon())
+
+
+async def test_more_than_the_budget_never_fits(room: Room) -> None:
+    """A record larger than the level is refused at once."""
+    room.settle(0)
+    assert not await room.take(KEY, 101, soon())
+    assert room.asked_bytes == 0
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind(room: Room) -> None:
+    """Whoever waited and is gone asks for nothing, and its boundary is not being written."""
+    room.settle(100)
+    waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
+    await asyncio.sleep(0)
+    assert room.boundaries_in_flight() == {KEY.namespace + KEY.prefix}
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (room.asked_bytes, set(room.boundaries_in_flight())) == (0, set())
+
+
+async def test_what_was_written_lately_is_known_in_order(room: Room) -> None:
+    """The catalog's times are whole seconds: of one second, the order of writing says which is older."""
+    room.settle(0)
+    for key in (KEY, OTHER, KEY):
+        assert await room.take(key, 1, soon())
+        room.end(key, 1, is_stored=True)
+    first, second = OTHER.namespace + OTHER.prefix, KEY.namespace + KEY.prefix
+    assert room.order() == {first: 0.0, second: 0.5}
+    assert room.boundaries_in_work() == {first, second}
