@@ -24,7 +24,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.policy_choice import AutoChoice, FixedChoice, PolicyChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
-from kvstore.store.retention import Retention, RetentionRules
+from kvstore.store.retention import Retention, RetentionRules, start_share
 from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
 """A dead owner's namespaces are not evicted from for so long."""
+_EVICTED_SHARE = 0.06
+"""Of the budget, each time that eviction starts."""
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
 _WARM_BYTES = 256 << 20
@@ -254,14 +256,18 @@ async def _open_retention(
         )
     if recorder is None:
         return None, None
+    budget_bytes = await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes
+    start = start_share(budget_bytes) if budget_bytes is not None else 1.0
     rules = RetentionRules(
-        budget_bytes=await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes,
+        budget_bytes=budget_bytes,
+        start_share=start,
+        stop_share=start - _EVICTED_SHARE,
         ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
         is_private=is_alone,
     )
     room = None
-    if rules.budget_bytes is not None:
-        room = Room(rules.budget_bytes, int(rules.budget_bytes * rules.start_share), clock)
+    if budget_bytes is not None:
+        room = Room(budget_bytes, int(budget_bytes * start), clock)
     name = settings.retention_policy
     choice = AutoChoice() if name == "auto" else FixedChoice(name)
     retention = Retention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ __all__ = [
     "BoundaryEntry",
     "Catalog",
     "LeaveReason",
+    "Leaving",
     "LevelTotals",
     "NamespaceTotals",
     "Removal",
@@ -202,6 +204,24 @@ class Tombstone:
     at_s: int
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A boundary that is to leave, among others.
+
+    Attributes:
+        namespace: Whose it is.
+        prefix: The boundary.
+        unless_used_since_s: It stays when it was stored or read after this time.
+        below: Index among the others of the boundary below it, which comes later and stays if this one does; `None`:
+            that one does not leave.
+    """
+
+    namespace: NamespaceId
+    prefix: PrefixHash
+    unless_used_since_s: int
+    below: int | None = None
+
+
 class Catalog(ABC):
     """Keeps one entry per boundary. All methods belong to one event loop and may be called concurrently.
 
@@ -284,6 +304,37 @@ class Catalog(ABC):
             again: whoever started may have died.
         """
 
+    async def start_leaving_all(
+        self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
+    ) -> list[BoundaryEntry | None]:
+        """`start_leaving` for many boundaries, ends of prefixes first: one stays when one above it does."""
+        hidden: list[BoundaryEntry | None] = [None] * len(leaving)
+        waves: list[list[int]] = []
+        wave_of: dict[int, int] = {}
+        for index, one in enumerate(leaving):  # ends come first, so this one's wave is final
+            wave = wave_of.get(index, 0)
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append(index)
+            if one.below is not None:
+                wave_of[one.below] = max(wave_of.get(one.below, 0), wave + 1)
+        stay: set[int] = set()
+        for indexes in waves:
+            going = [index for index in indexes if index not in stay]
+            calls = (self._start_one(leaving[index], level, deadline) for index in going)
+            for index, entry in zip(going, await asyncio.gather(*calls), strict=True):
+                hidden[index] = entry
+            stay.update(
+                below for index in indexes if hidden[index] is None and (below := leaving[index].below) is not None
+            )
+        return hidden
+
+    async def _start_one(self, one: Leaving, level: Level, deadline: Deadline) -> BoundaryEntry | None:
+        since_s = one.unless_used_since_s
+        return await self.start_leaving(
+            one.namespace, one.prefix, level, deadline=deadline, unless_used_since_s=since_s
+        )
+
     @abstractmethod
     async def finish_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
@@ -291,6 +342,13 @@ class Catalog(ABC):
         """The records that `start_leaving` named are deleted: take them off the totals, write the tombstone. Returns
         their bytes; 0 when the boundary was not leaving.
         """
+
+    async def finish_leaving_all(
+        self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline
+    ) -> int:
+        """`finish_leaving` for many boundaries."""
+        calls = (self.finish_leaving(e.namespace, e.prefix, level, reason, deadline=deadline) for e, reason in gone)
+        return sum(await asyncio.gather(*calls))
 
     @abstractmethod
     async def stop_leaving(

@@ -11,6 +11,7 @@ from kvstore.catalog.base import (
     BoundaryEntry,
     Catalog,
     LeaveReason,
+    Leaving,
     LevelTotals,
     NamespaceTotals,
     Removal,
@@ -80,10 +81,8 @@ class SqliteCatalog(Catalog):
     # what is asked
 
     async def is_complete(self, *, deadline: Deadline) -> bool:
-        def read() -> bool:
-            return self._file.db.execute("SELECT 1 FROM facts WHERE name = 'complete'").fetchone() is not None
-
-        return await self._file.run(read, deadline)
+        query = "SELECT 1 FROM facts WHERE name = 'complete'"
+        return await self._file.run(lambda: self._file.db.execute(query).fetchone() is not None, deadline)
 
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
         def write() -> None:
@@ -133,15 +132,13 @@ class SqliteCatalog(Catalog):
             after = rows[-1][0]
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
-        def read() -> dict[NamespaceId, str]:
-            rows = self._file.db.execute("SELECT namespace, tenant FROM namespaces")
-            return {NamespaceId(namespace): tenant for namespace, tenant in rows}
+        return await self._file.run(self._read_tenants, deadline)
 
-        return await self._file.run(read, deadline)
+    def _read_tenants(self) -> dict[NamespaceId, str]:
+        rows = self._file.db.execute("SELECT namespace, tenant FROM namespaces")
+        return {NamespaceId(namespace): tenant for namespace, tenant in rows}
 
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        tenants = await self.namespaces(deadline=deadline)
-
         def read() -> dict[NamespaceId, NamespaceTotals]:
             rows = self._file.db.execute("SELECT namespace, level, boundaries, records, bytes FROM totals").fetchall()
             numbers = {(namespace, level): tuple(rest) for namespace, level, *rest in rows}
@@ -151,7 +148,7 @@ class SqliteCatalog(Catalog):
                     numbers.get((namespace, _ENTRIES), (0,))[0],
                     tuple(LevelTotals(*numbers.get((namespace, int(level)), (0, 0, 0))) for level in Level),
                 )
-                for namespace, tenant in tenants.items()
+                for namespace, tenant in self._read_tenants().items()
             }
 
         return await self._file.run(read, deadline)
@@ -248,40 +245,77 @@ class SqliteCatalog(Catalog):
         unless_used_since_s: int | None = None,
         even_if_pinned: bool = False,
     ) -> BoundaryEntry | None:
-        shape = self._shape(namespace)
+        self._shape(namespace)
+        return await self._file.change(
+            lambda: self._hide(namespace, prefix, level, unless_used_since_s, even_if_pinned=even_if_pinned), deadline
+        )
 
-        def write() -> BoundaryEntry | None:
-            edit = self._edit(namespace, prefix)
-            if edit is None or edit.num_records(level) == 0:
-                return None
-            if not edit.leaves(level):
-                if not even_if_pinned and edit.number(PINNED_AT) > self._now_s():
-                    return None
-                if unless_used_since_s is not None and edit.number(LAST_USE_AT) > unless_used_since_s:
-                    return None
-                edit.set_leaving(level, True)
-                self._write(namespace, prefix, bytes(edit.data))
-            return entry_of(shape, namespace, prefix, bytes(edit.data))
+    async def start_leaving_all(
+        self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
+    ) -> list[BoundaryEntry | None]:
+        """As `Catalog.start_leaving_all`, in one transaction."""
+        for one in leaving:
+            self._shape(one.namespace)
+
+        def write() -> list[BoundaryEntry | None]:
+            hidden: list[BoundaryEntry | None] = []
+            stay: set[int | None] = set()
+            for index, one in enumerate(leaving):
+                entry = None
+                if index not in stay:
+                    entry = self._hide(one.namespace, one.prefix, level, one.unless_used_since_s)
+                if entry is None:
+                    stay.add(one.below)
+                hidden.append(entry)
+            return hidden
 
         return await self._file.change(write, deadline)
+
+    def _hide(
+        self,
+        namespace: NamespaceId,
+        prefix: PrefixHash,
+        level: Level,
+        unless_used_since_s: int | None,
+        *,
+        even_if_pinned: bool = False,
+    ) -> BoundaryEntry | None:
+        edit = self._edit(namespace, prefix)
+        if edit is None or edit.num_records(level) == 0:
+            return None
+        if not edit.leaves(level):
+            if not even_if_pinned and edit.number(PINNED_AT) > self._now_s():
+                return None
+            if unless_used_since_s is not None and edit.number(LAST_USE_AT) > unless_used_since_s:
+                return None
+            edit.set_leaving(level, True)
+            self._write(namespace, prefix, bytes(edit.data))
+        return entry_of(self._shapes[namespace], namespace, prefix, bytes(edit.data))
 
     async def finish_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
     ) -> int:
         self._shape(namespace)
+        return await self._file.change(lambda: self._finish(namespace, prefix, level, reason), deadline)
 
-        def write() -> int:
-            edit = self._edit(namespace, prefix)
-            if edit is None or not edit.leaves(level):
-                return 0
-            records = edit.num_records(level)
-            num_bytes = edit.wipe(level)
-            self._bury(Tombstone(namespace, prefix, level, None, None, num_bytes, reason, self._now_s()))
-            self._count(namespace, level, -int(records > 0), -records, -num_bytes)
-            self._write_or_drop(namespace, prefix, edit)
-            return num_bytes
+    async def finish_leaving_all(
+        self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline
+    ) -> int:
+        """As `Catalog.finish_leaving_all`, in one transaction."""
+        return await self._file.change(
+            lambda: sum(self._finish(one.namespace, one.prefix, level, reason) for one, reason in gone), deadline
+        )
 
-        return await self._file.change(write, deadline)
+    def _finish(self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason) -> int:
+        edit = self._edit(namespace, prefix)
+        if edit is None or not edit.leaves(level):
+            return 0
+        records = edit.num_records(level)
+        num_bytes = edit.wipe(level)
+        self._bury(Tombstone(namespace, prefix, level, None, None, num_bytes, reason, self._now_s()))
+        self._count(namespace, level, -int(records > 0), -records, -num_bytes)
+        self._write_or_drop(namespace, prefix, edit)
+        return num_bytes
 
     async def stop_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline

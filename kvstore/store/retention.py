@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
+from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
@@ -22,13 +22,16 @@ from kvstore.store.room import Room
 from kvstore.tiers.base import Tier
 from kvstore.tiers.gather import gather_all
 
-__all__ = ["Retention", "RetentionRules"]
+__all__ = ["Retention", "RetentionRules", "start_share"]
 
 _CALL_S = 10.0
 _FRESH_S = 10
 _BUSY_S = 0.1
+_SLACK_SHARE_MIN, _SLACK_SHARE_MAX, _SLACK_BYTES = 0.03, 0.08, 256 << 20
 _AT_ONCE = 32
 """Boundaries that are deleted at a time."""
+_HIDDEN_AT_ONCE = 256
+"""Boundaries that are hidden before the first of them is deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,11 @@ class RetentionRules:
                 start_share=self.start_share,
                 stop_share=self.stop_share,
             )
+
+
+def start_share(budget_bytes: int) -> float:
+    """Where eviction should start: 3% below the budget, or up to 8% of a small one, which is full again very soon."""
+    return 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, _SLACK_BYTES / budget_bytes))
 
 
 class Retention:
@@ -130,6 +138,7 @@ class Retention:
                 is_stuck = await self.round() == 0 and self._is_over
             except (Unavailable, Closed, CorruptRecord):
                 self._meters.add("retention_failures", tier=self._tier.name)
+                self._is_unfinished = True  # what was hidden before it failed
                 if self._room is not None:
                     self._room.suspend()
             if self._room is None or is_stuck:
@@ -174,8 +183,9 @@ class Retention:
         left = 0
         self._is_unfinished = False
         for entry in entries:
-            if self._level in entry.leaving:  # somebody, perhaps an earlier self, did not finish it
-                left += await self._delete(entry, LeaveReason.EVICTED)
+            if self._level in entry.leaving and await self._delete(entry):
+                # somebody, perhaps an earlier self, did not finish it
+                left += await self._finish([(entry, LeaveReason.EVICTED)])
         if len(self._owned) == len([namespace for namespace in held if held[namespace]]):
             self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
         entries = [entry for entry in entries if self._level not in entry.leaving]
@@ -287,60 +297,72 @@ class Retention:
         return f"retention/{self._level.name.lower()}/{namespace.hex()}"
 
     async def _evict(self, leavers: Sequence[Leaver]) -> int:
-        """Delete in waves: a boundary's turn comes when all that hung on it has left, and never when some has not."""
-        waves: list[list[int]] = []
-        wave_of: dict[int, int] = {}
-        for index, leaver in enumerate(leavers):  # ends come first, so this one's wave is final
-            wave = wave_of.get(index, 0)
-            if wave == len(waves):
-                waves.append([])
-            waves[wave].append(index)
-            if leaver.parent is not None:
-                wave_of[leaver.parent] = max(wave_of.get(leaver.parent, 0), wave + 1)
+        """Make boundaries leave, ends first; returns the bytes that did."""
         left = 0
         stay: set[int] = set()
-        for wave_indexes in waves:
-            going = [index for index in wave_indexes if index not in stay]
-            for start in range(0, len(going), _AT_ONCE):
-                part = going[start : start + _AT_ONCE]
-                freed = await gather_all(self._leave(leavers[index]) for index in part)
-                left += sum(num_bytes or 0 for num_bytes in freed)
-                stay.update(index for index, num_bytes in zip(part, freed, strict=True) if num_bytes is None)
-            stay.update(
-                parent for index in wave_indexes if index in stay and (parent := leavers[index].parent) is not None
-            )
+        for start in range(0, len(leavers), _HIDDEN_AT_ONCE):
+            indexes = [index for index in range(start, min(start + _HIDDEN_AT_ONCE, len(leavers))) if index not in stay]
+            place = {index: at for at, index in enumerate(indexes)}
+            leaving = [_leaving(leavers[index], place) for index in indexes]
+            hidden = await self._catalog.start_leaving_all(leaving, self._level, deadline=self._deadline())
+            entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
+            gone = await self._delete_all(entries, leavers)
+            left += sum(entries[index].num_bytes(self._level) for index in gone)
+            # ends come first, so what stays here is known before what it stands on has its turn
+            for index in range(start, min(start + _HIDDEN_AT_ONCE, len(leavers))):
+                if index not in gone and (below := leavers[index].parent) is not None:
+                    stay.add(below)
         return left
 
-    async def _leave(self, leaver: Leaver) -> int | None:
-        """Make one boundary leave; `None`: it stays, since it was used, pinned, or could not be deleted."""
-        entry = leaver.entry
-        hidden = await self._catalog.start_leaving(
-            entry.namespace,
-            entry.prefix,
-            self._level,
-            deadline=self._deadline(),
-            unless_used_since_s=entry.last_use_s,
-        )
-        if hidden is None:
-            return None
-        return await self._delete(hidden, leaver.reason) or None
+    async def _delete_all(self, hidden: Mapping[int, BoundaryEntry], leavers: Sequence[Leaver]) -> set[int]:
+        """Delete the records of hidden boundaries in waves: one's turn comes when all that hung on it is deleted. What
+        is below one that the tier did not delete is seen again. Returns which are deleted.
+        """
+        waves: dict[int, list[int]] = {}
+        wave_of: dict[int, int] = {}
+        for index in hidden:
+            wave = wave_of.get(index, 0)
+            waves.setdefault(wave, []).append(index)
+            if (below := leavers[index].parent) is not None:
+                wave_of[below] = max(wave_of.get(below, 0), wave + 1)
+        gone: set[int] = set()
+        kept: set[int] = set()
+        for wave in sorted(waves):
+            for start in range(0, len(waves[wave]), _AT_ONCE):
+                part = [index for index in waves[wave][start : start + _AT_ONCE] if index not in kept]
+                deleted = await gather_all(self._delete(hidden[index]) for index in part)
+                done = [index for index, is_deleted in zip(part, deleted, strict=True) if is_deleted]
+                await self._finish([(hidden[index], leavers[index].reason) for index in done])
+                gone.update(done)
+            kept.update(
+                below for index in waves[wave] if index not in gone and (below := leavers[index].parent) is not None
+            )
+        for index in kept & hidden.keys():
+            entry = hidden[index]
+            await self._catalog.stop_leaving(entry.namespace, entry.prefix, self._level, deadline=self._deadline())
+        return gone
 
-    async def _delete(self, entry: BoundaryEntry, reason: LeaveReason) -> int:
-        """Delete the records of a hidden boundary; 0: the tier refused, a later round tries again."""
+    async def _delete(self, entry: BoundaryEntry) -> bool:
+        """Delete the records of a hidden boundary. False: the tier refused, a later round tries again."""
         try:
-            await gather_all(self._tier.delete(key, deadline=self._deadline()) for key in entry.keys(self._level))
+            await self._tier.delete_all(entry.keys(self._level), deadline=self._deadline())
         except Unavailable:
             self._meters.add("retention_failures", tier=self._tier.name)
             self._is_unfinished = True
-            return 0
-        num_bytes = await self._catalog.finish_leaving(
-            entry.namespace, entry.prefix, self._level, reason, deadline=self._deadline()
-        )
+            return False
         if self._room is not None:
-            self._room.free(int(num_bytes * self._cost))
-        self._meters.add("retention_boundaries", tier=self._tier.name, reason=reason.name.lower())
-        self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=reason.name.lower())
-        return num_bytes
+            self._room.free(int(entry.num_bytes(self._level) * self._cost))
+        return True
+
+    async def _finish(self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int:
+        """Take off the totals what is deleted; returns its bytes."""
+        if not gone:
+            return 0
+        for entry, reason in gone:
+            self._meters.add("retention_boundaries", tier=self._tier.name, reason=reason.name.lower())
+            num_bytes = entry.num_bytes(self._level)
+            self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=reason.name.lower())
+        return await self._catalog.finish_leaving_all(gone, self._level, deadline=self._deadline())
 
     async def aclose(self) -> None:
         """Stop, and give the leases back. Idempotent."""
@@ -357,3 +379,10 @@ class Retention:
 
     def _now_s(self) -> int:
         return self._clock.wall_ms() // 1000
+
+
+def _leaving(leaver: Leaver, place: Mapping[int, int]) -> Leaving:
+    """As the catalog is told, among those with a place."""
+    entry = leaver.entry
+    below = None if leaver.parent is None else place.get(leaver.parent)
+    return Leaving(entry.namespace, entry.prefix, entry.last_use_s, below)

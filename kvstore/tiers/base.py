@@ -10,6 +10,7 @@ from enum import Enum
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.gather import gather_all
 
 __all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage"]
 
@@ -136,6 +137,10 @@ class Tier(ABC):
     @abstractmethod
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         """Remove a record. False: it was not there."""
+
+    async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        """Remove many records; those that are not there are passed over. When it raises, some may be left."""
+        await gather_all(self.delete(key, deadline=deadline) for key in keys)
 
     def cost_bytes(self, num_bytes: int) -> int:
         """What a record of so many bytes takes of the medium, as `usage` counts it."""

@@ -218,6 +218,17 @@ class RecordFiles:
             self._log.removed(key)
         return True
 
+    def remove_all(self, keys: Iterable[RecordKey]) -> None:
+        """Remove many records' files; those that cannot be are left, and the last reason is raised."""
+        failure: Unavailable | None = None
+        for key in keys:
+            try:
+                self.remove(key)
+            except Unavailable as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
     def quarantine(self, key: RecordKey, reason: str) -> bool:
         """Rename a record out of reach, count and log it, and drop the oldest beyond the limits. False: not there."""
         path = self._path(key)

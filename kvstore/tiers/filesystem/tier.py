@@ -169,6 +169,17 @@ class FilesystemTier(Tier):
         self._index.remove(key)
         return await self._see_through(self._job(self._files.remove, key), "remove a record", deadline)
 
+    async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        """As `Tier.delete_all`, in one go."""
+        self._check(deadline)
+        held = [key for key in keys if key in self._index]
+        if not held:
+            return
+        self._check_room()
+        for key in held:
+            self._index.remove(key)
+        await self._see_through(self._job(self._files.remove_all, held), "remove records", deadline)
+
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         self._check(deadline)
         if key not in self._index:

@@ -99,6 +99,10 @@ class GuardedTier(Tier):
     def cost_bytes(self, num_bytes: int) -> int:
         return self.inner.cost_bytes(num_bytes)
 
+    async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        with self._call(deadline):
+            await self.inner.delete_all(keys, deadline=deadline)
+
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         with self._call(deadline):
             await self.inner.allow_eviction(keys, deadline=deadline)
