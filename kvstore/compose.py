@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
 """A dead owner's namespaces are not evicted from for so long."""
+_GUARANTEED_SHARE = 0.75
 _EVICTED_SHARE = 0.06
 """Of the budget, each time that eviction starts."""
 _ARENA_SPARE_BYTES = 64 << 20
@@ -246,11 +247,11 @@ async def _open_retention(
     retention tells itself.
     """
     is_alone = isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation)
-    if not is_alone and settings.cold_bytes is None and settings.cold_unused_s is None:
+    if not is_alone and settings.cold_bytes is None and settings.cold_unused_s is None and not settings.quotas:
         return None, None
     if cold is None or not (is_alone or isinstance(settings.hot, RedisLocation)):
         raise InvalidRequest(
-            "cold_bytes and cold_unused_s need a directory as cold, or a Redis as hot, which keeps the books",
+            "cold_bytes, cold_unused_s and quotas need a directory as cold, or a Redis as hot, which keeps the books",
             hot=str(settings.hot),
             cold=str(settings.cold),
         )
@@ -258,8 +259,16 @@ async def _open_retention(
         return None, None
     budget_bytes = await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes
     start = start_share(budget_bytes) if budget_bytes is not None else 1.0
+    guaranteed_bytes = sum(quota.guaranteed_bytes for quota in settings.quotas.values())
+    if budget_bytes is not None and guaranteed_bytes > _GUARANTEED_SHARE * budget_bytes:
+        raise InvalidRequest(
+            "quotas guarantee more than three quarters of what cold may hold: lower them, or raise the bound",
+            guaranteed_bytes=guaranteed_bytes,
+            cold_bytes=budget_bytes,
+        )
     rules = RetentionRules(
         budget_bytes=budget_bytes,
+        quotas=settings.quotas,
         start_share=start,
         stop_share=start - _EVICTED_SHARE,
         ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.holdings import Quota
 from kvstore.tiers.locations import (
     ColdLocation,
     FileLocation,
@@ -91,6 +92,31 @@ def _parsed(parse: Any, value: object) -> Any:
         raise ValueError(str(error)) from error
 
 
+def _quotas(value: object) -> Mapping[str, Quota]:
+    """A table by tenant, or text like `team-a=10GiB:50GiB,team-b=:20GiB` of what is guaranteed and at most taken."""
+    if isinstance(value, str):
+        parts = (part.partition("=") for part in value.split(",") if part)
+        value = {
+            name.strip(): dict(zip(("guaranteed", "maximum"), sizes.split(":", 1), strict=False))
+            for name, _, sizes in parts
+        }
+    if not isinstance(value, Mapping):
+        raise ValueError("expected tenants with what they get, like team-a=10GiB:50GiB")
+    return {str(tenant): _quota(str(tenant), given) for tenant, given in value.items()}
+
+
+def _quota(tenant: str, given: object) -> Quota:
+    if isinstance(given, Quota):
+        return given
+    if not isinstance(given, Mapping) or not set(given) <= {"guaranteed", "maximum"}:
+        raise ValueError(f"expected guaranteed and maximum of tenant {tenant!r}, like 10GiB and 50GiB")
+    sizes = {name: parse_bytes(size) for name, size in given.items() if size != ""}
+    quota = Quota(sizes.get("guaranteed", 0), sizes.get("maximum"))
+    if quota.maximum_bytes is not None and not max(1, quota.guaranteed_bytes) <= quota.maximum_bytes:
+        raise ValueError(f"the maximum of tenant {tenant!r} is less than what is guaranteed to it, or nothing")
+    return quota
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Millis = Annotated[int, Field(gt=0)]
@@ -124,6 +150,9 @@ class Settings(BaseSettings):
         cold_bytes: What `cold` may hold, over all services: where `hot` is a Redis, which keeps the books, or `cold` is
             a directory; unset: no bound but `disk_bytes`. Ends of prefixes leave first, whole boundaries at a time.
         cold_unused_s: What was neither stored nor read for so long leaves `cold`; unset: stays. Likewise.
+        quotas: Of `cold`, by tenant (see `credentials_file`): `guaranteed`, within which nothing of it leaves for
+            others, and `maximum`, beyond which it leaves before all others. In TOML a table, `[quotas.team-a]`;
+            elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. Guarantees together are three quarters of the bound at most.
         retention_policy: Who leaves first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which tries these on the
             lookups of this node, in small, and follows the one that hits most (see `kvstore simulate`).
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
@@ -165,6 +194,7 @@ class Settings(BaseSettings):
     )
     cold_bytes: Bytes | None = None
     cold_unused_s: Seconds | None = None
+    quotas: Annotated[Mapping[str, Quota], BeforeValidator(_quotas)] = Field(default_factory=dict)
     retention_policy: Literal["auto", "lru", "s3fifo", "flops_per_byte"] = "auto"
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None

@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from kvstore.eviction.base import Policy
 from kvstore.eviction.prefixes import Key, Node
 
-__all__ = ["Holdings", "Pool"]
+__all__ = ["Holdings", "Pool", "Quota"]
 
 SHARED = 0
 """The pool of all tenants without a quota."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one tenant gets.
+
+    Attributes:
+        guaranteed_bytes: Within these nothing of it leaves on behalf of others.
+        maximum_bytes: Beyond these it evicts its own, and leaves before all others; `None`: no limit of its own.
+    """
+
+    guaranteed_bytes: int = 0
+    maximum_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -20,20 +33,30 @@ class Pool:
 
     Attributes:
         policy: Ranks them.
-        quota_bytes: What they may take, and what is kept for them while others can give way; `None`: neither.
+        quota: What they may take, and what is kept for them.
         used_bytes: What they take.
+        elsewhere_bytes: What they take beside these, where somebody else decides.
     """
 
     policy: Policy
-    quota_bytes: int | None = None
+    quota: Quota = Quota()
     used_bytes: int = 0
+    elsewhere_bytes: int = 0
+
+    @property
+    def over_guarantee_bytes(self) -> int:
+        return self.used_bytes + self.elsewhere_bytes - self.quota.guaranteed_bytes
+
+    def is_over_maximum(self, need_bytes: int = 0) -> bool:
+        """Whether it would be, with so much more."""
+        maximum = self.quota.maximum_bytes
+        return maximum is not None and self.used_bytes + self.elsewhere_bytes + need_bytes > maximum
 
 
 class Holdings:
     """The boundaries that are held, under one budget and the quotas of some tenants.
 
-    A tenant with a quota takes at most that, and what it takes is touched by others' needs only when those without a
-    quota have nothing left to give.
+    A tenant takes at most its maximum, and within what is guaranteed to it nothing leaves for others' needs.
 
     Args:
         budget_bytes: What all boundaries may take together.
@@ -148,11 +171,10 @@ class Holdings:
         """
         gone: list[Node] = []
         room = self.pool(pool)
-        if room.quota_bytes is not None:
-            while room.used_bytes + need_bytes > room.quota_bytes and (node := room.policy.victim()) is not None:
-                self.remove(node)
-                gone.append(node)
-        while self.used_bytes + need_bytes > self.budget_bytes and (node := self._next_victim()) is not None:
+        while room.is_over_maximum(need_bytes) and (node := room.policy.victim()) is not None:
+            self.remove(node)
+            gone.append(node)
+        while self.used_bytes + need_bytes > self.budget_bytes and (node := self._next_victim(room)) is not None:
             self.remove(node)
             gone.append(node)
         return gone
@@ -171,23 +193,19 @@ class Holdings:
         return gone
 
     def fits(self, num_bytes: int, pool: int = SHARED) -> bool:
-        """Whether so much more of one pool is within the budget and its quota."""
-        quota = self.pool(pool).quota_bytes
-        return self.used_bytes + num_bytes <= self.budget_bytes and (
-            quota is None or self._pools[pool].used_bytes + num_bytes <= quota
-        )
+        """Whether so much more of one pool is within the budget and its maximum."""
+        room = self.pool(pool)
+        return self.used_bytes + num_bytes <= self.budget_bytes and not room.is_over_maximum(num_bytes)
 
-    def _next_victim(self) -> Node | None:
-        """Of whoever is over its quota, then of those without one, then of the largest."""
+    def _next_victim(self, needing: Pool) -> Node | None:
+        """Of whoever is over its maximum, then of whoever is furthest over what is guaranteed to it; last, of `needing`
+        itself. Nobody gives way for others within its guarantee.
+        """
         if len(self._pools) == 1:
-            return self._pools[SHARED].policy.victim()
-
-        def standing(pool: Pool) -> tuple[int, int]:
-            if pool.quota_bytes is None:
-                return 1, -pool.used_bytes
-            return (0 if pool.used_bytes > pool.quota_bytes else 2), -pool.used_bytes
-
-        for pool in sorted(self._pools.values(), key=standing):
+            return needing.policy.victim()
+        giving = [pool for pool in self._pools.values() if pool.over_guarantee_bytes > 0 and pool.used_bytes]
+        giving.sort(key=lambda pool: (not pool.is_over_maximum(), -pool.over_guarantee_bytes))
+        for pool in (*giving, *([needing] if needing not in giving else [])):
             if (node := pool.policy.victim()) is not None:
                 return node
         return None

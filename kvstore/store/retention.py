@@ -10,6 +10,7 @@ from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
@@ -40,7 +41,7 @@ class RetentionRules:
 
     Attributes:
         budget_bytes: Of all records; `None`: no limit.
-        quotas: Bytes by tenant. A tenant takes at most that, and within it gives way after all who have none.
+        quotas: By tenant: what is kept for it, and what it may take at most.
         ttl_s: What was neither stored nor read for so long leaves; `None`: no limit.
         start_share: Of the budget: eviction starts above, so that it is ahead of what comes while it works.
         stop_share: Of the budget: and goes on down to this, since each start reads the whole catalog.
@@ -50,7 +51,7 @@ class RetentionRules:
     """
 
     budget_bytes: int | None = None
-    quotas: Mapping[str, int] = field(default_factory=dict)
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
     ttl_s: int | None = None
     start_share: float = 0.97
     stop_share: float = 0.92
@@ -192,7 +193,11 @@ class Retention:
         # of what all owners together must free, the share of what is owned here
         own = sum(held[namespace] for namespace in self._owned)
         free_bytes = int(excess / self._cost) * own // max(1, stored) - left
-        left += await self._evict(self._plan(entries, tenants, free_bytes))
+        elsewhere = {
+            tenant: sum(num for name, num in held.items() if tenants[name] == tenant and name not in self._owned)
+            for tenant in self._rules.quotas
+        }
+        left += await self._evict(self._plan(entries, tenants, free_bytes, elsewhere))
         owns_all = len(self._owned) == sum(map(bool, held.values()))
         is_stuck = left == 0 and self._is_over and owns_all
         if is_stuck and self._room is not None and not self._room.boundaries_in_work():
@@ -200,7 +205,11 @@ class Retention:
         return left
 
     def _plan(
-        self, entries: Sequence[BoundaryEntry], tenants: Mapping[bytes, str], free_bytes: int
+        self,
+        entries: Sequence[BoundaryEntry],
+        tenants: Mapping[bytes, str],
+        free_bytes: int,
+        elsewhere: Mapping[str, int],
     ) -> Sequence[Leaver]:
         """What leaves: if that is enough, nothing that is new, since more of it may be on its way from any service; and
         nothing that is being written here.
@@ -220,6 +229,7 @@ class Retention:
                 make_policy=self._choice.make_policy,
                 kept=kept,
                 order=self._room.order() if self._room is not None else None,
+                elsewhere=elsewhere,
             )
             if plan.is_enough:
                 break
@@ -259,7 +269,8 @@ class Retention:
             tenant: sum(held[namespace] for namespace in held if tenants[namespace] == tenant)
             for tenant in rules.quotas
         }
-        return any(by_tenant[tenant] > quota for tenant, quota in rules.quotas.items()) or (
+        maxima = ((by_tenant[tenant], quota.maximum_bytes) for tenant, quota in rules.quotas.items())
+        return any(maximum is not None and taken > maximum for taken, maximum in maxima) or (
             rules.budget_bytes is not None and used > rules.budget_bytes * rules.start_share
         )
 

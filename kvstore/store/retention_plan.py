@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvstore.catalog.base import BoundaryEntry, LeaveReason
 from kvstore.catalog.entry import Level
 from kvstore.eviction.base import Policy
-from kvstore.eviction.holdings import SHARED, Holdings
+from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.prefixes import Node
 
 __all__ = ["Leaver", "LeavingPlan", "plan_leaving"]
@@ -49,12 +49,13 @@ def plan_leaving(
     level: Level,
     tenants: Mapping[bytes, str],
     free_bytes: int,
-    quotas: Mapping[str, int],
+    quotas: Mapping[str, Quota],
     ttl_s: int | None,
     now_s: int,
     make_policy: Callable[[], Policy],
     kept: Set[bytes] = frozenset(),
     order: Mapping[bytes, float] | None = None,
+    elsewhere: Mapping[str, int] | None = None,
 ) -> LeavingPlan:
     """Choose what leaves, ends of prefixes first; nothing that is pinned, nor what a pinned boundary needs.
 
@@ -63,12 +64,13 @@ def plan_leaving(
         level: Where room is needed.
         tenants: Of each namespace.
         free_bytes: How many bytes shall leave to meet the budget; 0 or less: none.
-        quotas: Bytes that a tenant may take; within it, it gives way after all who have none.
+        quotas: What is guaranteed to tenants, and what they may take.
         ttl_s: What was unused for so long leaves; `None`: no limit.
         now_s: Seconds since the Unix epoch.
         make_policy: Ranks what is free to leave.
         kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
         order: Of boundaries used in the same second, from 0 to 1.
+        elsewhere: Bytes that tenants with a quota take beside these entries.
 
     Returns:
         Less than asked for when the rest is pinned.
@@ -77,7 +79,8 @@ def plan_leaving(
     pools = {tenant: index for index, tenant in enumerate(sorted(quotas), start=1)}
     holdings = Holdings(0, make_policy)
     for tenant, index in pools.items():
-        holdings.pool(index).quota_bytes = quotas[tenant]
+        pool = holdings.pool(index)
+        pool.quota, pool.elsewhere_bytes = quotas[tenant], (elsewhere or {}).get(tenant, 0)
     named = ((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
     by_key = dict(sorted(named, key=lambda one: (one[1].last_use_s, order.get(one[0], 0.0), -one[1].tokens)))
     for key, entry in _parents_first(by_key):

@@ -44,6 +44,7 @@ class Prompt:
         step_tokens: Distance of boundaries.
         model: Name of the namespace.
         payload_bytes: Of each record.
+        tenant: Whose namespace it is.
     """
 
     layout: Layout
@@ -52,10 +53,11 @@ class Prompt:
     step_tokens: int = 16
     model: str = "test"
     payload_bytes: int = 1000
+    tenant: str = ""
     description: NamespaceDescription = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "description", describe(self.layout, self.model))
+        object.__setattr__(self, "description", describe(self.layout, self.model, self.tenant))
 
     @property
     def namespace(self) -> NamespaceId:

@@ -40,10 +40,11 @@ async def until_complete(settings: Settings) -> None:
 @pytest.mark.parametrize("times", [10, pytest.param(100, marks=pytest.mark.full)])
 async def test_many_times_the_budget_is_written(tmp_path: Path, times: int) -> None:
     """Usage never passes the budget, nothing is refused, nothing dropped by the directory itself; what is left is whole
-    prefixes, the pinned one among them.
+    prefixes, the pinned one and all that is guaranteed to a tenant among them.
     """
-    budget = 6 * PROMPT_BYTES
-    settings = directory_settings(tmp_path, disk_bytes=budget)
+    budget = 8 * PROMPT_BYTES
+    settings = directory_settings(tmp_path, disk_bytes=budget, quotas=f"paying={PROMPT_BYTES}:")
+    paid = Prompt(HYBRID, "paid", 300, payload_bytes=PAYLOAD_BYTES, tenant="paying")
     prompts = prompts_named(*(f"prompt {number}" for number in range(6 * times)))
     last = PrefixHash(prompts[0].query().boundaries[-1].prefix)
     peak = 0
@@ -54,7 +55,7 @@ async def test_many_times_the_budget_is_written(tmp_path: Path, times: int) -> N
             nonlocal peak
             peak = max(peak, await used_bytes(store))
 
-        await write(store, prompts[:1], look)
+        await write(store, [paid, prompts[0]], look)
         async with open_catalog(settings) as catalog:
             await entries_of(catalog, prompts[0])
             assert await catalog.pin(prompts[0].namespace, [last], 1 << 31, deadline=soon()) == 1
@@ -64,7 +65,8 @@ async def test_many_times_the_budget_is_written(tmp_path: Path, times: int) -> N
     assert dropped == []
     async with open_tier(settings.cold, settings) as tier, open_catalog(settings) as catalog:
         assert last in await entries_of(catalog, prompts[0])
-        assert await check_whole(tier, catalog, prompts) >= 20
+        assert len(await entries_of(catalog, paid)) == 5
+        assert await check_whole(tier, catalog, [paid, *prompts]) >= 20
 
 
 async def _lost(settings: Settings):  # type: ignore[no-untyped-def]

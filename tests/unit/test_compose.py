@@ -125,3 +125,11 @@ async def test_a_directory_store_needs_no_client() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert output.decode().splitlines()[-1] == "[]"
+
+
+async def test_guarantees_that_leave_no_room_are_refused(tmp_path: Path) -> None:
+    """More than three quarters of the bound is guaranteed: others could not be held at all."""
+    cold = {"cold": f"file://{tmp_path}/records", "disk_bytes": "1GiB", "quotas": "a=500MiB,b=300MiB"}
+    with pytest.raises(InvalidRequest, match="quotas guarantee more than three quarters"):
+        async with open_store(load_settings({"memory_bytes": "16MiB"} | cold)):
+            pass

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.holdings import Quota
 from kvstore.settings import Settings, load_settings, parse_bytes
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location, parse_cold, parse_hot
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
@@ -241,3 +242,30 @@ def test_other_cold_locations_are_refused(text: str) -> None:
     """What is not a place to store is refused."""
     with pytest.raises(InvalidRequest, match="cold must"):
         parse_cold(text)
+
+
+@pytest.mark.parametrize("source", ["flag", "toml"])
+def test_quotas_of_tenants(source: str, tmp_path: Path) -> None:
+    """Guaranteed and maximum, either of them, as text or as tables."""
+    expected = {"team-a": Quota(10 << 30, 50 << 30), "team-b": Quota(0, 20 << 30), "team-c": Quota(1 << 30)}
+    if source == "flag":
+        settings = load_settings({"quotas": "team-a=10GiB:50GiB,team-b=:20GiB,team-c=1GiB"})
+    else:
+        tables = """
+        [quotas.team-a]
+        guaranteed = "10GiB"
+        maximum = "50GiB"
+        [quotas.team-b]
+        maximum = "20GiB"
+        [quotas.team-c]
+        guaranteed = "1GiB"
+        """
+        settings = load_settings({}, config=toml(tmp_path, tables))
+    assert settings.quotas == expected
+
+
+@pytest.mark.parametrize("text", ["team-a=much", "team-a=2GiB:1GiB", "team-a=:0"])
+def test_quotas_that_make_no_sense_are_refused(text: str) -> None:
+    """No bytes, or a maximum below the guarantee: the field and the tenant are named."""
+    with pytest.raises(InvalidRequest, match="setting quotas: "):
+        load_settings({"quotas": text})

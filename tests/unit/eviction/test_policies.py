@@ -14,7 +14,7 @@ from kvstore.eviction.base import Policy
 from kvstore.eviction.cache import PrefixCache
 from kvstore.eviction.candidates import POLICIES
 from kvstore.eviction.flops_per_byte import FlopsPerByte, PrefillCost
-from kvstore.eviction.holdings import SHARED, Holdings
+from kvstore.eviction.holdings import Holdings, Quota
 from kvstore.eviction.lru import Lru
 
 MAKERS = [pytest.param(make, id=name) for name, make in POLICIES.items()]
@@ -112,10 +112,10 @@ def test_a_pin_keeps_the_whole_prefix() -> None:
     assert [gone.key for gone in cache.holdings.evict(10)] == [2, 1]
 
 
-def test_a_tenant_stays_within_its_quota_and_is_safe_within_it() -> None:
-    """A tenant with a quota evicts its own; others' writes leave it alone while they have something of their own."""
+def test_a_tenant_stays_within_its_maximum_and_is_safe_within_its_guarantee() -> None:
+    """A tenant over its maximum evicts its own; others' writes leave alone what is guaranteed to it, to the end."""
     holdings = Holdings(10, Lru)
-    holdings.pool(1).quota_bytes = 4
+    holdings.pool(1).quota = Quota(guaranteed_bytes=3, maximum_bytes=4)
     for key in range(4):
         holdings.add(key, None, tokens=10, num_bytes=1, now=float(key), pool=1)
     assert [node.key for node in holdings.evict(1, pool=1)] == [0]
@@ -123,7 +123,20 @@ def test_a_tenant_stays_within_its_quota_and_is_safe_within_it() -> None:
         holdings.add(key, None, tokens=10, num_bytes=1, now=float(key))
     assert [node.key for node in holdings.evict(7)] == [10, 11, 12, 13, 14, 15, 16]
     assert {node.pool for node in holdings.nodes()} == {1}
-    assert SHARED not in {node.pool for node in holdings.evict(8)}
+    assert holdings.evict(8) == []
+
+
+def test_whoever_is_over_its_maximum_leaves_first_then_whoever_is_furthest_over_its_guarantee() -> None:
+    """Of three tenants: one over its maximum, one little over its guarantee, one with none."""
+    holdings = Holdings(14, Lru)
+    holdings.pool(1).quota = Quota(maximum_bytes=1)
+    holdings.pool(2).quota = Quota(guaranteed_bytes=3)
+    for key, pool in enumerate((2, 2, 2, 2, 0, 0, 0, 1, 1)):
+        holdings.add(key, None, tokens=10, num_bytes=1, now=float(key), pool=pool)
+    assert [node.pool for node in holdings.evict(6)] == [1]
+    assert [node.pool for node in holdings.evict(8)] == [0, 0]
+    holdings.pool(2).elsewhere_bytes = 5
+    assert [node.pool for node in holdings.evict(10)] == [2, 2]
 
 
 def test_what_is_unused_for_long_expires_ends_first() -> None:

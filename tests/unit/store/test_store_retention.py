@@ -14,6 +14,7 @@ from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.catalog.sqlite import SqliteCatalog
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
@@ -172,7 +173,7 @@ async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(worl
     """Others' writes take nothing of a tenant with a quota; its own take its oldest."""
     first = await world.save("paying, first", 3, OTHER)
     others = [await world.save(f"free {number}", 3) for number in range(5)]
-    rules = {"budget_bytes": 8 * BOUNDARY_BYTES, "quotas": {"paying": 4 * BOUNDARY_BYTES}}
+    rules = {"budget_bytes": 8 * BOUNDARY_BYTES, "quotas": {"paying": Quota(4 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES)}}
     await world.retention(**rules).round()
     assert await world.held(first, OTHER) == [3, 3, 3]
     assert await world.held(others[0]) == [0, 0, 0]
