@@ -76,11 +76,14 @@ class FreeNodes:
         return node.is_held and node.num_holds == 0 and node.rank == rank and node.queue == self._queue
 
     def _compact(self) -> None:
-        seen: set[int] = set()
-        kept = []
-        for entry in sorted(self._heap):
-            if id(entry[2]) not in seen and self._is_current(entry[0], entry[2]):
-                seen.add(id(entry[2]))
-                kept.append(entry)
-        self._heap = kept  # sorted, and so a heap
+        first: dict[int, tuple[float, int, Node]] = {}
+        for entry in self._heap:
+            rank, arrival, node = entry
+            if self._is_current(rank, node):
+                known = first.get(id(node))
+                if known is None or arrival < known[1]:
+                    first[id(node)] = entry
+        kept = list(first.values())
+        heapq.heapify(kept)  # not a sort of all, which would hold up other threads
+        self._heap = kept
         self._compact_at = 2 * len(kept) + _SLACK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason, Leaving
@@ -18,7 +18,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.policy_choice import PolicyChoice
-from kvstore.store.retention_plan import Leaver, plan_leaving
+from kvstore.store.retention_plan import Leaver, LeavingPlan, incomplete_of, plan_leaving
 from kvstore.store.room import Room
 from kvstore.tiers.base import Tier
 from kvstore.tiers.gather import gather_all
@@ -180,16 +180,17 @@ class Retention:
             for namespace in held
             if held[namespace] and await self._know(namespace) and await self._hold(namespace)
         }
-        entries = [entry for namespace in self._owned async for entry in self._catalog.iterate(namespace)]
+        entries: list[BoundaryEntry] = []
         left = 0
         self._is_unfinished = False
-        for entry in entries:
-            if self._level in entry.leaving and await self._delete(entry):
-                # somebody, perhaps an earlier self, did not finish it
-                left += await self._finish([(entry, LeaveReason.EVICTED)])
+        for namespace in self._owned:
+            async for entry in self._catalog.iterate(namespace):
+                if self._level not in entry.leaving:
+                    entries.append(entry)
+                elif await self._delete(entry):  # somebody, perhaps an earlier self, did not finish it
+                    left += await self._finish([(entry, LeaveReason.EVICTED)])
         if len(self._owned) == len([namespace for namespace in held if held[namespace]]):
             self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
-        entries = [entry for entry in entries if self._level not in entry.leaving]
         # of what all owners together must free, the share of what is owned here
         own = sum(held[namespace] for namespace in self._owned)
         free_bytes = int(excess / self._cost) * own // max(1, stored) - left
@@ -197,58 +198,50 @@ class Retention:
             tenant: sum(num for name, num in held.items() if tenants[name] == tenant and name not in self._owned)
             for tenant in self._rules.quotas
         }
-        left += await self._evict(self._plan(entries, tenants, free_bytes, elsewhere))
+        left += await self._evict(await self._plan(entries, tenants, free_bytes, elsewhere))
         owns_all = len(self._owned) == sum(map(bool, held.values()))
         is_stuck = left == 0 and self._is_over and owns_all
         if is_stuck and self._room is not None and not self._room.boundaries_in_work():
             self._room.stuck()
         return left
 
-    def _plan(
+    async def _plan(
         self,
         entries: Sequence[BoundaryEntry],
         tenants: Mapping[bytes, str],
         free_bytes: int,
         elsewhere: Mapping[str, int],
     ) -> Sequence[Leaver]:
-        """What leaves: if that is enough, nothing that is new, since more of it may be on its way from any service; and
-        nothing that is being written here.
+        """What leaves, worked out off the loop, which a million entries would stop for seconds. If that is enough,
+        nothing that is new, since more of it may be on its way from any service; and nothing that is written here.
         """
-        now_s = self._now_s()
-        in_work = self._in_work(entries)
-        fresh = {entry.namespace + entry.prefix for entry in entries if entry.first_use_s > now_s - _FRESH_S}
-        for kept in (fresh | in_work, in_work):
-            plan = plan_leaving(
-                entries,
-                level=self._level,
-                tenants=tenants,
-                free_bytes=free_bytes,
-                quotas=self._rules.quotas,
-                ttl_s=self._rules.ttl_s,
-                now_s=now_s,
-                make_policy=self._choice.make_policy,
-                kept=kept,
-                order=self._room.order() if self._room is not None else None,
-                elsewhere=elsewhere,
-            )
-            if plan.is_enough:
-                break
-        return plan.leavers
+        room, now_s = self._room, self._now_s()
+        writing = set(room.boundaries_in_flight()) if room is not None else set()
+        recent = room.boundaries_in_work() if room is not None else frozenset()
+        order = room.order() if room is not None else None
 
-    def _in_work(self, entries: Sequence[BoundaryEntry]) -> Set[bytes]:
-        """Boundaries that are being written here, or were a moment ago and have fewer records than others."""
-        if self._room is None:
-            return frozenset()
-        most: dict[NamespaceId, int] = {}
-        records: dict[bytes, tuple[NamespaceId, int]] = {}
-        recent = self._room.boundaries_in_work()
-        for entry in entries:
-            count = entry.num_records(self._level)
-            most[entry.namespace] = max(count, most.get(entry.namespace, 0))
-            if (name := entry.namespace + entry.prefix) in recent:
-                records[name] = entry.namespace, count
-        whole = {name for name, (namespace, count) in records.items() if count == most[namespace]}
-        return recent - (whole - self._room.boundaries_in_flight())
+        def work() -> LeavingPlan:
+            in_work = writing | incomplete_of(entries, recent, self._level)
+            fresh = {entry.namespace + entry.prefix for entry in entries if entry.first_use_s > now_s - _FRESH_S}
+            for kept in (fresh | in_work, in_work):
+                plan = plan_leaving(
+                    entries,
+                    level=self._level,
+                    tenants=tenants,
+                    free_bytes=free_bytes,
+                    quotas=self._rules.quotas,
+                    ttl_s=self._rules.ttl_s,
+                    now_s=now_s,
+                    make_policy=self._choice.make_policy,
+                    kept=kept,
+                    order=order,
+                    elsewhere=elsewhere,
+                )
+                if plan.is_enough or kept == in_work:
+                    break
+            return plan
+
+        return (await asyncio.to_thread(work)).leavers
 
     async def _used_bytes(self, stored: int) -> int:
         """What the level takes of its budget: what its records have, or what the medium says they take."""

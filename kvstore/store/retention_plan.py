@@ -11,7 +11,7 @@ from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.prefixes import Node
 
-__all__ = ["Leaver", "LeavingPlan", "plan_leaving"]
+__all__ = ["Leaver", "LeavingPlan", "incomplete_of", "plan_leaving"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ def plan_leaving(
     for tenant, index in pools.items():
         pool = holdings.pool(index)
         pool.quota, pool.elsewhere_bytes = quotas[tenant], (elsewhere or {}).get(tenant, 0)
-    named = ((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
-    by_key = dict(sorted(named, key=lambda one: (one[1].last_use_s, order.get(one[0], 0.0), -one[1].tokens)))
+    by_key = _longest_unused_first(entries, level, order)
     for key, entry in _parents_first(by_key):
         node = holdings.add(
             key,
@@ -110,6 +109,36 @@ def plan_leaving(
         for node, reason in leaving
     ]
     return LeavingPlan(leavers, all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values())))
+
+
+def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: Level) -> Set[bytes]:
+    """Of the boundaries that were written lately (namespace and prefix), those with fewer records than the most that a
+    boundary of their namespace has: more may be on their way.
+    """
+    most: dict[bytes, int] = {}
+    records: dict[bytes, tuple[bytes, int]] = {}
+    for entry in entries:
+        count = entry.num_records(level)
+        most[entry.namespace] = max(count, most.get(entry.namespace, 0))
+        if (name := entry.namespace + entry.prefix) in recent:
+            records[name] = entry.namespace, count
+    return {name for name in recent if name not in records or records[name][1] < most[records[name][0]]}
+
+
+def _longest_unused_first(
+    entries: Iterable[BoundaryEntry], level: Level, order: Mapping[bytes, float]
+) -> dict[bytes, BoundaryEntry]:
+    """By name (namespace and prefix). Sorted second by second: one sort of them all would stop all other threads."""
+    seconds: dict[int, list[tuple[float, int, bytes, BoundaryEntry]]] = {}
+    for entry in entries:
+        if any(entry.slices[level]):
+            name = entry.namespace + entry.prefix
+            seconds.setdefault(entry.last_use_s, []).append((order.get(name, 0.0), -entry.tokens, name, entry))
+    by_key: dict[bytes, BoundaryEntry] = {}
+    for second in sorted(seconds):
+        for *_, name, entry in sorted(seconds[second], key=lambda one: one[:3]):
+            by_key[name] = entry
+    return by_key
 
 
 def _name(node: Node) -> bytes:

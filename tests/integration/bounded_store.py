@@ -16,7 +16,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
 from kvstore.tiers.base import Tier
 
-__all__ = ["check_whole", "directory_settings", "entries_of", "soon", "write"]
+__all__ = ["check_whole", "directory_settings", "entries_of", "settled", "soon", "write"]
 
 _AT_ONCE = 8
 
@@ -51,6 +51,13 @@ async def entries_of(catalog: Catalog, prompt: Prompt) -> dict[PrefixHash, Bound
     await catalog.register(prompt.namespace, prompt.layout, prompt.description.tenant, deadline=soon())
     found = [entry async for entry in catalog.iterate(prompt.namespace)]
     return {entry.prefix: entry for entry in found if entry.num_records(Level.COLD)}
+
+
+async def settled(catalog: Catalog, prompt: Prompt) -> None:
+    """Return when nothing is on its way out: what a store that ends leaves half done, its next start finishes."""
+    async with asyncio.timeout(60):
+        while any(entry.leaving for entry in (await entries_of(catalog, prompt)).values()):
+            await asyncio.sleep(0.05)
 
 
 async def check_whole(tier: Tier, catalog: Catalog, prompts: Sequence[Prompt]) -> int:

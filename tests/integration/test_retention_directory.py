@@ -14,7 +14,7 @@ from kvstore.model.keys import PrefixHash
 from kvstore.settings import Settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
-from tests.integration.bounded_store import check_whole, directory_settings, entries_of, soon, write
+from tests.integration.bounded_store import check_whole, directory_settings, entries_of, settled, soon, write
 
 PAYLOAD_BYTES = 20_000
 PROMPT_BYTES = 25 * 20_992
@@ -60,6 +60,8 @@ async def test_many_times_the_budget_is_written(tmp_path: Path, times: int) -> N
             await entries_of(catalog, prompts[0])
             assert await catalog.pin(prompts[0].namespace, [last], 1 << 31, deadline=soon()) == 1
         await write(store, prompts[1:], look)
+        async with open_catalog(settings) as catalog:
+            await settled(catalog, prompts[0])
         dropped = [tombstone async for tombstone in _lost(settings)]
     assert 0.8 * budget < peak <= budget
     assert dropped == []
