@@ -31,7 +31,9 @@ __all__ = ["Journeys", "Noted"]
 _log = logging.getLogger(__name__)
 
 _RENEWED_TOGETHER = 512
-_HELP_S = 0.5
+_HELP_S = 3.0
+"""For the entry of a write to the cold tier that goes on without one: a busy Redis must not count as one that is away,
+since of a record without entry nobody tells the catalog when this service is killed."""
 _LEFT_ALONE_S = 5.0
 """A log that did not answer is not waited for by whoever can do without it."""
 
@@ -148,12 +150,14 @@ class Journeys:
         If cancelled, the entry may be there; `end` sees to it.
         """
         journey = self._journeys.get(key)
-        if self._log is None or journey is None or (journey.noted_at_s is not None and journey.settling is None):
+        if self._log is None or journey is None or (journey.settling is None and self._is_fresh(journey)):
             return Noted.YES
         if self._hot is not None and not is_hot:
             if not self.is_over_limit and self._clock.monotonic_s() >= self._left_alone_until_s:
-                with suppress(Unavailable):
+                try:
                     await self._note_settled(journey, deadline.earlier(_HELP_S))
+                except Unavailable:
+                    self._meters.add("pending_failures", step="note")
             return Noted.YES
         if self.is_over_limit:
             return Noted.BUSY
@@ -190,9 +194,15 @@ class Journeys:
             return
         journey.in_hot = True
         journey.is_ours |= outcome is PutOutcome.STORED
-        noted_at_s = journey.noted_at_s
-        if noted_at_s is None or self._clock.monotonic_s() - noted_at_s > self._log.lease_s / 2:
+        if not self._is_fresh(journey):
             await self._note(journey, deadline)
+
+    def _is_fresh(self, journey: _Journey) -> bool:
+        """Whether its entry is certain to be ours; one whose lease has ended may have been finished by another service,
+        which found its record nowhere yet."""
+        assert self._log is not None
+        at_s = journey.noted_at_s
+        return at_s is not None and self._clock.monotonic_s() - at_s <= self._log.lease_s / 2
 
     def end(self, key: RecordKey, *, in_hot: bool = False, in_cold: bool = False) -> None:
         """A write that was begun has ended, or is not made.

@@ -212,19 +212,16 @@ async def change_primary(tier: RedisTier, sentinel: RedisSentinel, old: RedisSer
     assert await tier.get(make_key(1), deadline=Deadline.after(2)) is not None
 
 
-@on_sentinel
-async def test_sentinels_primary_is_killed(tier: RedisTier, sentinel: RedisSentinel) -> None:
-    """The tier finds the primary that sentinels chose, on its own."""
+@pytest.mark.parametrize(
+    ("tier", "form"),
+    [("sentinel", "sentinel"), pytest.param("sentinel_tls", "sentinel_tls", marks=pytest.mark.full)],
+    indirect=["tier"],
+)
+async def test_sentinels_primary_is_killed(tier: RedisTier, form: str, request: pytest.FixtureRequest) -> None:
+    """The tier finds the primary that sentinels chose, on its own; also where all of them speak TLS alone."""
+    group: RedisSentinel = request.getfixturevalue(form)
     async with AsyncExitStack() as stack:
-        await kill_under_traffic(tier, sentinel, sentinel.primary(), stack)
-
-
-@pytest.mark.full  # the same with other bytes on the wire
-@pytest.mark.parametrize("tier", ["sentinel_tls"], indirect=True)
-async def test_sentinels_primary_is_killed_behind_tls(tier: RedisTier, sentinel_tls: RedisSentinel) -> None:
-    """Likewise where servers and sentinels speak TLS alone and ask for a certificate."""
-    async with AsyncExitStack() as stack:
-        await kill_under_traffic(tier, sentinel_tls, sentinel_tls.primary(), stack)
+        await kill_under_traffic(tier, group, group.primary(), stack)
 
 
 @on_cluster
@@ -322,12 +319,8 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
     await asyncio.to_thread(group.settle)
     group.flush()
     soon = Deadline.after(60)  # for all of it
-    settings = load_settings(
-        {
-            **{"memory_bytes": "16MiB", "cold": "memory:", "hot": group.url},
-            **{"catalog_look_s": 0.05, "stall_timeout_ms": 20_000},
-        }
-    )
+    patient = {"catalog_look_s": 0.05, "stall_timeout_ms": 20_000}
+    settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": group.url, **patient})
     prompt, meters = Prompt(ATTENTION, f"behind {form}", 128), Meters()
     async with open_store(settings, meters=meters) as store, open_catalog(settings) as catalog:
         await store.open_namespace(prompt.description, deadline=soon)
