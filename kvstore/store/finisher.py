@@ -9,7 +9,7 @@ from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingEntry, PendingLog
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.manifest import parse_manifest
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
@@ -119,6 +119,8 @@ class Finisher:
         try:
             await self._make_known(key.namespace, deadline)
             outcome = await self._bring(entry, deadline)
+            if outcome == "lost" and await self._is_in_hot(key, deadline):
+                return False  # it has been written since: the entry stands for it now
             if outcome == "full":
                 self._meters.add("pending_failures", step="full")
                 return False
@@ -134,6 +136,9 @@ class Finisher:
             return False
         self._meters.add("pending_finished", outcome=outcome)
         return True
+
+    async def _is_in_hot(self, key: RecordKey, deadline: Deadline) -> bool:
+        return self._hot is not None and await self._hot.head([key], deadline=deadline) != [None]
 
     async def _bring(self, entry: PendingEntry, deadline: Deadline) -> str:
         """How it ends: `present` already, `stored` now, `full`, `refused` for ever, or `lost`: it is in no tier.

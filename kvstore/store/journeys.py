@@ -110,6 +110,7 @@ class Journeys:
         self._pending_bytes = 0
         self._left_alone_until_s = 0.0
         self._adds = Batches(self._add, background)
+        self._holds = Batches(self._hold, background)
         self._ends = Batches(self._end_all, background)
 
     def __len__(self) -> int:
@@ -187,14 +188,14 @@ class Journeys:
         return Noted.YES
 
     async def confirm(self, key: RecordKey, outcome: PutOutcome, deadline: Deadline) -> None:
-        """The record was written to the hot tier, or is there: if that took so long that somebody may have found an
-        entry without a record meanwhile, and removed it, the entry is written again."""
+        """The record was written to the hot tier, or is there: if somebody has taken its entry over meanwhile, and so
+        may have ended it before the record was there, the entry is written again."""
         journey = self._journeys.get(key)
         if self._log is None or journey is None:
             return
         journey.in_hot = True
         journey.is_ours |= outcome is PutOutcome.STORED
-        if not self._is_fresh(journey):
+        if journey.noted_at_s is None or key not in await self._holds.run(key, deadline):
             await self._note(journey, deadline)
 
     def _is_fresh(self, journey: _Journey) -> bool:
@@ -255,7 +256,8 @@ class Journeys:
         # what is in the cold tier may go, whoever wrote it to the hot one: the entry that said so ends here
         may_go = [journey.entry.key for journey in done if journey.in_cold]
         short = [journey.entry.key for journey in done if journey.in_hot and not journey.in_cold]
-        may_go += await self._still_ours(short)
+        if short:  # whoever has taken an entry over may have been told that the record stays
+            may_go += await self._hold(short)
         left = [journey.entry.key for journey in journeys if journey not in done]
         if may_go and self._hot is not None:
             await self._hot.allow_eviction(may_go, deadline=deadline)
@@ -273,11 +275,11 @@ class Journeys:
             for journey, num_bytes in zip(unknown, sizes, strict=True):
                 journey.in_hot = num_bytes is not None
 
-    async def _still_ours(self, keys: list[RecordKey]) -> list[RecordKey]:
-        """Those whose entries nobody has taken over: whoever did may have been told that the record stays."""
+    async def _hold(self, keys: Sequence[RecordKey]) -> set[RecordKey]:
+        """Those whose entries are ours; their leases begin anew."""
         assert self._log is not None
-        are_ours = await self._log.renew(keys, deadline=self._step_deadline()) if keys else []
-        return [key for key, is_ours in zip(keys, are_ours, strict=True) if is_ours]
+        are_ours = await self._log.renew(keys, deadline=self._step_deadline())
+        return {key for key, is_ours in zip(keys, are_ours, strict=True) if is_ours}
 
     async def _renew(self, log: PendingLog) -> None:
         """Keep the leases of what is under way: an outage may be longer than they are."""

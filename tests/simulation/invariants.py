@@ -1,0 +1,72 @@
+"""What must be true of a living service whenever time passes, and of one at rest."""
+
+from __future__ import annotations
+
+from kvstore.api import LeaseId
+from tests.simulation.oracle import Oracle
+from tests.simulation.service import Service
+
+_SWEEP_S = 1.0 + 0.01
+"""Leases that ended are swept so often."""
+
+
+class ServiceWatch:
+    """Looks into one service."""
+
+    def __init__(self, service: Service, oracle: Oracle) -> None:
+        self._service = service
+        self._oracle = oracle
+        self._ends_s: dict[LeaseId, float] = {}
+        self._last_ends_s: dict[LeaseId, float] = {}
+
+    def look(self, now_s: float) -> None:
+        """Budgets hold, leases end."""
+        store, limits = self._service.store, self._service.sizes.limits
+        memory = self._service.memory
+        self._bound("memory", memory.used_bytes, memory.limit_bytes)
+        self._bound("staged bytes", memory.pinned_bytes, limits.stage_bytes)
+        self._bound("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight)
+        self._bound("reads in flight", store._promotion._in_flight.used_bytes, limits.stage_bytes_in_flight)
+        for tier, queue in store._saver._queues:
+            self._bound(f"what waits for {tier.name}", queue.used_bytes, limits.write_back_bytes)
+        self._bound("leases", len(store._leases), limits.leases_max)
+        held = store._leases._leases
+        for lease in [lease for lease in self._ends_s if lease not in held]:
+            del self._ends_s[lease], self._last_ends_s[lease]
+        for lease, entry in held.items():
+            # by our own clock: from when it was seen first, or seen to be renewed
+            if lease not in self._ends_s or entry.ends_s > self._last_ends_s[lease]:
+                self._ends_s[lease], self._last_ends_s[lease] = now_s + limits.lease_s, entry.ends_s
+            elif now_s > self._ends_s[lease] + _SWEEP_S:
+                self._violate(f"a lease lives {now_s - self._ends_s[lease]:.3f} s after its end")
+                return
+
+    def look_at_rest(self) -> None:
+        """Nothing is held for nobody: no lease, no byte, no place in a queue."""
+        store = self._service.store
+        held = {
+            "leases": len(store._leases),
+            "pinned bytes": self._service.memory.pinned_bytes,
+            "bytes of saves": store._saver._in_flight.used_bytes,
+            "bytes of reads": store._promotion._in_flight.used_bytes,
+            "stages": len(store._promotion._runs),
+            "flights": len(store._promotion._flights),
+            "records under way": len(store._saver._journeys),
+            **{f"bytes for {tier.name}": queue.used_bytes for tier, queue in store._saver._queues},
+            **{f"reads of {name}": gate.num_running for name, gate in store._promotion._gates.items()},
+            "changes to tell": len(self._service.recorder),
+        }
+        for what, amount in held.items():
+            if amount:
+                self._violate(f"at rest it still holds {what}: {amount}")
+        memory = self._service.memory
+        cost = sum(slot.cost_bytes for slot in memory._slots.values())
+        if cost != memory.used_bytes:
+            self._violate(f"its memory holds {cost} bytes and counts {memory.used_bytes}")
+
+    def _bound(self, what: str, seen: int, limit: int) -> None:
+        if seen > limit:
+            self._violate(f"{what}: {seen} are over the budget of {limit}")
+
+    def _violate(self, text: str) -> None:
+        self._oracle.violate(f"{self._service.name}: {text}")

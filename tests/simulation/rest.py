@@ -1,0 +1,146 @@
+"""After the faults: everything comes to rest within a bounded time, and then everything adds up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KVStoreError
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.prompts import Prompt
+from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
+from tests.simulation.service import Service
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_REST_S = 240.0
+_OVER_BUDGET = 1.05
+
+
+async def settle(world: World) -> None:
+    """End all faults, start what is dead, wait until nothing is under way."""
+    deployment = world.deployment
+    for server in (deployment.redis, deployment.s3):
+        weather = server.weather
+        weather.slowness, weather.failing, weather.mangling, weather.is_down = 1.0, 0.0, 0.0, False
+        server.thaw()
+    for service in world.services:
+        for link in service.links:
+            link.is_cut = False
+    deployment.hot.is_full = deployment.cold.is_full = False
+    began_s = deployment.clock.monotonic_s()
+    while left := _under_way(world):
+        await asyncio.sleep(1.0)
+        if deployment.clock.monotonic_s() - began_s > _REST_S:
+            world.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
+            return
+    await asyncio.sleep(2.0 + world.plan.sizes.limits.lease_s)  # leases end, and are swept
+    world.trace.add("WORLD", "rests")
+
+
+def _under_way(world: World) -> str:
+    if world.deployment.pending.entries:
+        return f"{len(world.deployment.pending.entries)} records are pending"
+    for service in world.services:
+        if not service.is_open:
+            return f"{service.name} is not there"
+        if len(service.store._saver._journeys) or len(service.recorder):
+            return f"{service.name} is not done"
+    return ""
+
+
+async def check_at_rest(world: World) -> None:
+    """Everything adds up: see the names of what is called."""
+    for service in world.services:
+        world.watch(service).look_at_rest()
+    _promises_are_in_the_cold_tier(world)
+    _redis_may_evict_everything(world)
+    _the_cold_tier_is_within_its_budget(world)
+    world.oracle.check()
+    for service in world.services:
+        await world.stop(service)
+    await _everything_promised_is_served(world)
+
+
+def _promises_are_in_the_cold_tier(world: World) -> None:
+    oracle, cold = world.oracle, world.deployment.cold
+    for key, ack in oracle.promises.items():
+        if cold.records.get(key) not in oracle.versions[key]:
+            oracle.violate(f"acknowledged at {ack.value}, and not in the cold tier in the end", key)
+
+
+def _redis_may_evict_everything(world: World) -> None:
+    hot = world.deployment.hot
+    for key in hot.records:
+        if key not in hot.evictable and not world.num_flushes:
+            world.oracle.violate("redis must keep a record for which no pending entry stands", key)
+
+
+def _the_cold_tier_is_within_its_budget(world: World) -> None:
+    budget_bytes, cold = world.plan.sizes.cold_bytes, world.deployment.cold
+    if budget_bytes is not None and cold.used_bytes > budget_bytes * _OVER_BUDGET:
+        world.oracle.violate(f"the cold tier holds {cold.used_bytes} of {budget_bytes} bytes")
+
+
+async def _everything_promised_is_served(world: World) -> None:
+    """A service with empty memory serves each prompt as far as it was promised, bit for bit. The catalog is not
+    believed in what it lacks: that it may lack a record after a crash costs a hit, and is no broken promise.
+    """
+    service = world.new_service("fresh")
+    await service.start()
+    world.deployment.catalog.complete = False
+    world.services.append(service)
+    for prompt in world.plan.prompts:
+        try:
+            await _serve(world, service, prompt)
+        except KVStoreError as error:
+            world.oracle.violate(f"the fresh service failed without any fault: {error}")
+    await world.stop(service)
+    world.services.remove(service)
+
+
+async def _serve(world: World, service: Service, prompt: Prompt) -> None:
+    def soon() -> Deadline:
+        return Deadline.after(30.0, world.deployment.clock)
+
+    store, oracle = service.store, world.oracle
+    await service.process.spawn(store.open_namespace(prompt.description, deadline=soon()))
+    staged = await service.process.spawn(store.stage(prompt.query(), deadline=soon()))
+    promised = _promised_tokens(world, prompt)
+    sizes = [len(world.deployment.cold.records.get(key, b"")) for key in _keys(prompt)]
+    is_small = sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes) <= service.sizes.limits.stage_bytes
+    if staged.resume_tokens < promised and is_small:  # a hit is cut to what may be staged
+        oracle.violate(f"{promised} tokens of {prompt.name} were promised, {staged.resume_tokens} are served")
+    if staged.lease is None:
+        return
+    for key in staged.keys:
+        record = await service.process.spawn(store.load(staged.lease, key, deadline=soon()))
+        oracle.served(record, key, service.name)
+    await service.process.spawn(store.release(staged.lease))
+
+
+def _keys(prompt: Prompt) -> list[RecordKey]:
+    page_tokens = prompt.layout.page_tokens
+    return [
+        prompt.key(tokens, group, slice_)
+        for tokens in range(page_tokens, prompt.num_tokens + 1, page_tokens)
+        for group, layout in enumerate(prompt.layout.groups)
+        for slice_ in range(layout.num_slices)
+    ]
+
+
+def _promised_tokens(world: World, prompt: Prompt) -> int:
+    """The end of the last page up to which every record is promised."""
+    page_tokens, reached = prompt.layout.page_tokens, 0
+    for tokens in range(page_tokens, prompt.num_tokens + 1, page_tokens):
+        keys = [
+            prompt.key(tokens, group, slice_)
+            for group, layout in enumerate(prompt.layout.groups)
+            for slice_ in range(layout.num_slices)
+        ]
+        if not all(key in world.oracle.promises for key in keys):
+            break
+        reached = tokens
+    return reached

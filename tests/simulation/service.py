@@ -1,0 +1,169 @@
+"""A service of the simulated world: the real store over simulated servers, wired as `kvstore.compose` does it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+
+from kvstore.catalog.entry import Level
+from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.errors import KVStoreError
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.catalogued import CataloguedTier
+from kvstore.store.limits import StoreLimits
+from kvstore.store.policy_choice import AutoChoice
+from kvstore.store.recorder import Recorder
+from kvstore.store.reindexing import mark_if_empty
+from kvstore.store.retention import Retention, RetentionRules
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.dict_catalog import CatalogBooks
+from kvstore.testing.dict_pending import DictOwnership, DictPendingLog, LeaseBooks, PendingBooks
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrap import GuardedTier
+from tests.simulation.media import Medium
+from tests.simulation.oracle import Oracle
+from tests.simulation.process import Process
+from tests.simulation.redis_catalog import SimulatedRedisCatalog
+from tests.simulation.servers import Link, Server
+from tests.simulation.tiers import SimulatedTier
+from tests.simulation.virtual_time import VirtualClock
+
+_PROBE_S = 2.0
+_OWNER_LEASE_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServiceSizes:
+    """Settings of a service.
+
+    Attributes:
+        memory_bytes: Of the memory tier.
+        limits: Of the store.
+        pending_lease_s: So long after its death another one finishes what it left.
+        cold_bytes: Budget of the cold tier, over all services; `None`: no bound.
+    """
+
+    memory_bytes: int
+    limits: StoreLimits
+    pending_lease_s: float
+    cold_bytes: int | None
+
+
+@dataclass
+class Deployment:
+    """What all services share, and what watches them."""
+
+    clock: VirtualClock
+    oracle: Oracle
+    redis: Server
+    s3: Server
+    hot: Medium
+    cold: Medium
+    catalog: CatalogBooks
+    pending: PendingBooks
+    leases: LeaseBooks
+
+
+class Service:
+    """One run of one service, from its start to its end.
+
+    Attributes:
+        store: Once `start` has returned.
+    """
+
+    store: TieredStore
+    memory: MemoryTier
+    recorder: Recorder
+    reconciler: Reconciler
+
+    def __init__(
+        self, name: str, deployment: Deployment, sizes: ServiceSizes, store_class: type[TieredStore] = TieredStore
+    ) -> None:
+        self.name = name
+        self.process = Process(name)
+        self.meters = Meters()
+        self.sizes = sizes
+        self.is_open = False
+        self.clock = deployment.clock
+        self.to_redis = Link(self.process, deployment.redis)
+        self.to_s3 = Link(self.process, deployment.s3)
+        self._deployment = deployment
+        self._store_class = store_class
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        await self.process.spawn(self._open())
+
+    async def _open(self) -> None:
+        world, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
+        # no arena: its memory is warmed by a thread, and records this small never stand in it
+        self.memory = MemoryTier(self.sizes.memory_bytes)
+        stack.push_async_callback(self.memory.aclose)
+        hot = self._guarded(SimulatedTier("redis", world.hot, self.to_redis, clock, world.oracle.suspect))
+        cold = self._guarded(SimulatedTier("s3", world.cold, self.to_s3, clock, world.oracle.suspect))
+        # entries, like the catalog, stand in the same Redis as the records
+        pending = DictPendingLog(world.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis)
+        catalog = SimulatedRedisCatalog(world.catalog, world.hot, world.leases, clock=clock, ask=self.to_redis)
+        self.recorder = Recorder(catalog, meters, clock)
+        stack.push_async_callback(self.recorder.aclose)
+        background = Background("catalog")
+        stack.push_async_callback(background.aclose)
+        self.reconciler = Reconciler(catalog, meters, clock=clock)  # type: ignore[arg-type]
+        background.spawn(self.reconciler.run(), "reconcile")
+        choice = AutoChoice()
+        if self.sizes.cold_bytes is not None:
+            retention = Retention(
+                cold,
+                Level.COLD,
+                catalog,
+                DictOwnership(world.leases, lease_s=_OWNER_LEASE_S, clock=clock, ask=self.to_redis),
+                RetentionRules(budget_bytes=self.sizes.cold_bytes),
+                choice=choice,
+                meters=meters,
+                clock=clock,
+                num_refused=lambda: self.recorder.num_refused,
+            )
+            stack.push_async_callback(retention.aclose)
+            retention.start()
+        with suppress(KVStoreError):
+            await mark_if_empty(catalog, [hot, cold], deadline=Deadline.after(_PROBE_S, clock))
+        self.store = self._store_class(
+            self.memory,
+            CataloguedTier(hot, Level.HOT, self.recorder),
+            CataloguedTier(cold, Level.COLD, self.recorder),
+            pending=pending,
+            recorder=self.recorder,
+            choice=choice,
+            meters=meters,
+            limits=self.sizes.limits,
+            clock=clock,
+        )
+        stack.push_async_callback(self.store.aclose)
+        self.is_open = True
+
+    def _guarded(self, tier: SimulatedTier) -> GuardedTier:
+        guarded = GuardedTier(tier, meters=self.meters, clock=self._deployment.clock)
+        self._stack.push_async_callback(guarded.aclose)
+        return guarded
+
+    async def stop(self) -> None:
+        """End in order."""
+        self.is_open = False
+        await self.process.spawn(self._stack.aclose())
+
+    async def kill(self) -> None:
+        """End at once: what it was doing is cut off wherever it is."""
+        self.is_open = False
+        await self.process.kill()
+
+    @property
+    def links(self) -> tuple[Link, Link]:
+        return self.to_redis, self.to_s3
+
+
+async def until_open(service: Service) -> None:
+    while not service.is_open and service.process.is_alive:
+        await asyncio.sleep(0.05)

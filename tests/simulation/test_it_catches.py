@@ -1,0 +1,101 @@
+"""Stores that are wrong on purpose: the simulation must find each within a few seeds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from kvstore.api import Ack, LeaseId, Retention, SaveOutcome
+from kvstore.errors import KVStoreError
+from kvstore.format.record import Record, read_record, verify_payload
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.leases import LeaseTable
+from kvstore.store.tiered import TieredStore
+from kvstore.store.write_back import WriteBack
+from tests.simulation import tiers
+from tests.simulation.oracle import Violation
+from tests.simulation.world import simulate
+
+_SEEDS_MAX = 12
+
+
+class HastyStore(TieredStore):
+    """Acknowledges first, and writes afterwards."""
+
+    async def save(
+        self,
+        record: Record,
+        *,
+        ack: Ack = Ack.MEMORY,
+        retention: Retention = Retention.NORMAL,
+        deadline: Deadline,
+    ) -> SaveOutcome:
+        async def later() -> None:
+            with suppress(KVStoreError):
+                await super(HastyStore, self).save(record, ack=ack, retention=retention, deadline=deadline)
+
+        verify_payload(record)
+        self._background.spawn(later(), "a save")
+        return SaveOutcome.STORED
+
+
+def first_violation(store_class: type[TieredStore] = TieredStore) -> str:
+    """What is found first."""
+    for seed in range(_SEEDS_MAX):
+        try:
+            simulate(seed, store_class)
+        except Violation as violation:
+            return str(violation).splitlines()[0]
+    pytest.fail(f"{_SEEDS_MAX} seeds found nothing")
+
+
+def test_an_acknowledgement_before_the_write() -> None:
+    """A save that returns before the record is where it must be."""
+    assert "acknowledged" in first_violation(HastyStore)
+
+
+def test_a_checksum_that_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that believes whatever its medium answers, as long as the header is fine."""
+
+    async def believe(data: bytearray | memoryview, expected: RecordKey) -> Record | str:
+        try:
+            return read_record(data, expected)
+        except KVStoreError as error:
+            return str(error)
+
+    monkeypatch.setattr(tiers, "open_off_loop", believe)
+    assert "wrong bytes" in first_violation() or "nobody saved" in first_violation()
+
+
+def test_a_lease_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for leases whose time has passed."""
+    monkeypatch.setattr(LeaseTable, "sweep", lambda self: 0)
+    assert "lease" in first_violation()
+
+
+def test_a_lease_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder says that it is done, and nothing happens."""
+
+    async def forget(self: TieredStore, lease: LeaseId) -> None:
+        pass
+
+    monkeypatch.setattr(TieredStore, "release", forget)
+    assert "lease" in first_violation()
+
+
+def test_a_queue_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write-back that takes whatever comes."""
+    take: Any = WriteBack.offer
+
+    def offer(self: WriteBack, record: Record, *, in_cold: bool = False) -> bool:
+        used_bytes, self.used_bytes = self.used_bytes, 0
+        try:
+            return bool(take(self, record, in_cold=in_cold))
+        finally:
+            self.used_bytes += used_bytes
+
+    monkeypatch.setattr(WriteBack, "offer", offer)
+    assert "budget" in first_violation()

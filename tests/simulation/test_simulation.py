@@ -1,0 +1,57 @@
+"""Whole deployments in virtual time, each from one seed, with everything failing that may: see README.md."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.simulation.oracle import Violation
+from tests.simulation.world import Outcome, simulate
+
+SEED_VARIABLE = "KVSTORE_TEST_SIM_SEED"
+_TOGETHER = 20
+
+
+def replay_command(seed: int) -> str:
+    """What runs one seed again, with its trace."""
+    return f"{SEED_VARIABLE}={seed} python -m pytest tests/simulation -k replay -s"
+
+
+def run(seeds: range) -> list[Outcome]:
+    """Simulate; a seed that fails is named, with the command that replays it, and ends the run."""
+    outcomes = []
+    for seed in seeds:
+        try:
+            outcomes.append(simulate(seed))
+        except Violation as violation:
+            pytest.fail(f"seed {seed}: replay it with\n    {replay_command(seed)}\n{violation}", pytrace=False)
+    return outcomes
+
+
+def _chunks(start: int, stop: int) -> list[range]:
+    return [range(first, min(first + _TOGETHER, stop)) for first in range(start, stop, _TOGETHER)]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [*_chunks(0, 100), *(pytest.param(seeds, marks=pytest.mark.full) for seeds in _chunks(100, 2000))],
+    ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}",
+)
+def test_invariants_hold(seeds: range) -> None:
+    """Services are killed, servers fail, lie and forget: no wrong byte is returned, acknowledged records survive what
+    they promise to survive, budgets hold, leases end, calls end in time, and everything comes to rest.
+    """
+    outcomes = run(seeds)
+    # the simulation did what it is there for
+    assert sum(outcome.num_promised for outcome in outcomes) > 20 * len(outcomes)
+    assert sum(outcome.num_served for outcome in outcomes) > 50 * len(outcomes)
+    assert sum(outcome.num_kills for outcome in outcomes) > len(outcomes) // 2
+
+
+if SEED_VARIABLE in os.environ:
+
+    def test_replay() -> None:
+        """One seed, with its trace when it fails."""
+        (outcome,) = run(range(int(os.environ[SEED_VARIABLE]), int(os.environ[SEED_VARIABLE]) + 1))
+        print(outcome)

@@ -1,0 +1,131 @@
+"""A tier on a simulated server: what a real one does beside moving bytes, done as the real ones do it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from kvstore.errors import Closed
+from kvstore.format.record import Record
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.buffers import allocate_exactly
+from kvstore.tiers.verify import open_off_loop
+from tests.simulation.media import Gone, Medium, mangled
+from tests.simulation.servers import Link
+
+_STEP_S = 10.0
+
+
+class SimulatedTier(Tier):
+    """One process's way to a medium.
+
+    Args:
+        name: As a tier's.
+        medium: What the server keeps.
+        link: The way there.
+        clock: For scans.
+        on_damage: Told of each read that came damaged.
+    """
+
+    def __init__(
+        self, name: str, medium: Medium, link: Link, clock: Clock, on_damage: Callable[[RecordKey], None]
+    ) -> None:
+        self.name = name
+        self._medium = medium
+        self._link = link
+        self._clock = clock
+        self._on_damage = on_damage
+        self._num_quarantined = 0
+        self._closed = False
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._num_quarantined
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        self._check_open()
+        records = self._medium.records
+
+        def work() -> list[int | None]:
+            return [len(records[key]) if key in records else None for key in keys]
+
+        return await self._link("head", work, deadline) if keys else []
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        self._check_open()
+        data = await self._link("get", lambda: self._read(key), deadline)
+        if data is None:
+            return None
+        buffer = allocate_exactly(len(data), allocate)
+        buffer[:] = data
+        opened = await open_off_loop(buffer, key)
+        if isinstance(opened, Record):
+            return opened
+        await self.quarantine(key, opened, deadline=deadline)
+        return None
+
+    def _read(self, key: RecordKey) -> bytes | None:
+        data, server = self._medium.records.get(key), self._link.server
+        if data is not None and server.numbers.random() < server.weather.mangling:
+            self._on_damage(key)
+            data = mangled(data, server.numbers, list(self._medium.records.values()))
+        return data
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self._check_open()
+        data = bytes(record.data)
+        return await self._link("put", lambda: self._medium.put(record.key, data), deadline)
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        self._check_open()
+        return await self._link("delete", lambda: self._medium.take(key, Gone.DELETED), deadline)
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        self._check_open()
+        await self._link("allow_eviction", lambda: self._medium.allow_eviction(keys), deadline)
+
+    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        self._check_open()
+        if await self._link("quarantine", lambda: self._medium.take(key, Gone.QUARANTINED), deadline):
+            self._num_quarantined += 1
+            if self.on_quarantine is not None:
+                self.on_quarantine(key, reason)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        self._check_open()
+        records = self._medium.records
+
+        def work() -> list[Entry]:
+            return [Entry(key, len(data)) for key, data in records.items() if namespace in (None, key.namespace)]
+
+        for entry in await self._link("scan", work, Deadline.after(_STEP_S, self._clock)):
+            yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        self._check_open()
+        kept = self._medium.manifests
+        await self._link("put_manifest", lambda: kept.__setitem__(namespace, bytes(manifest)), deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        self._check_open()
+        return await self._link("get_manifest", lambda: self._medium.manifests.get(namespace), deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        self._check_open()
+        medium = self._medium
+
+        def work() -> TierUsage:
+            return TierUsage(len(medium.records), medium.used_bytes, medium.capacity_bytes, self._num_quarantined)
+
+        return await self._link("usage", work, deadline)
+
+    async def aclose(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the tier is closed", tier=self.name)
