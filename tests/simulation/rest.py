@@ -10,7 +10,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import Prompt
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
-from tests.simulation.service import Service
+from tests.simulation.service import OWNER_LEASE_S, Service
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -36,7 +36,8 @@ async def settle(world: World) -> None:
         if deployment.clock.monotonic_s() - began_s > _REST_S:
             world.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
             return
-    await asyncio.sleep(2.0 + world.plan.sizes.limits.lease_s)  # leases end, and are swept
+    # leases end and are swept, those of dead owners as well, and retention does what it then may
+    await asyncio.sleep(3.0 + OWNER_LEASE_S + world.plan.sizes.limits.lease_s)
     world.trace.add("WORLD", "rests")
 
 

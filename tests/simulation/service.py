@@ -32,7 +32,7 @@ from tests.simulation.tiers import SimulatedTier
 from tests.simulation.virtual_time import VirtualClock
 
 _PROBE_S = 2.0
-_OWNER_LEASE_S = 10.0
+OWNER_LEASE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Service:
                 cold,
                 Level.COLD,
                 catalog,
-                DictOwnership(world.leases, lease_s=_OWNER_LEASE_S, clock=clock, ask=self.to_redis),
+                DictOwnership(world.leases, lease_s=OWNER_LEASE_S, clock=clock, ask=self.to_redis),
                 RetentionRules(budget_bytes=self.sizes.cold_bytes),
                 choice=choice,
                 meters=meters,
