@@ -1,66 +1,174 @@
-"""A catalog that stands in the same simulated Redis as the hot records, with what the real `Reconciler` asks of one."""
+"""What the simulated Redis keeps, and a catalog that stands there, with what the real `Reconciler` asks of one."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from kvstore.catalog.base import Addition, LeaveReason, Removal
+from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone
+from kvstore.catalog.changes import entry_of
 from kvstore.catalog.entry import Level
+from kvstore.catalog.ownership import Ownership
+from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
+from kvstore.format.manifest import parse_manifest
+from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.layout import Layout
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_catalog import Ask, CatalogBooks, DictCatalog
-from kvstore.testing.dict_pending import LeaseBooks
+from kvstore.testing.dict_pending import DictOwnership, LeaseBooks, PendingBooks
 from tests.simulation.media import Medium
+
+_NAMES_MAX = 128
+"""A step of a scan is shorter than was asked for, so that a small world takes several."""
+
+
+@dataclass
+class RedisBooks:
+    """All that one Redis keeps.
+
+    Attributes:
+        records: And manifests.
+        catalog: Entries, totals, namespaces, tombstones, whether it is complete.
+        notes: What services leave each other.
+        pending: Entries of write-backs.
+        leases: On names.
+        num_starts: Of the server: each is a run of its own.
+    """
+
+    records: Medium
+    catalog: CatalogBooks = field(default_factory=CatalogBooks)
+    notes: dict[str, str] = field(default_factory=dict)
+    pending: PendingBooks = field(default_factory=PendingBooks)
+    leases: LeaseBooks = field(default_factory=LeaseBooks)
+    num_starts: int = 1
+    _evicted_before: int = 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Since it was started."""
+        return self.records.num_evicted - self._evicted_before
+
+    def lose_records(self) -> None:
+        """With the manifests, as when somebody deletes their names; the catalog goes on telling of them."""
+        self.records.flush()
+
+    def lose_catalog(self) -> None:
+        """With its notes, as when somebody deletes its names."""
+        self.catalog.lose_everything()
+        self.notes.clear()
+
+    def lose_everything(self) -> None:
+        """As by FLUSHALL."""
+        self.lose_records()
+        self.lose_catalog()
+        self.pending.entries.clear()
+        self.leases.held.clear()
+
+    def start_empty(self) -> None:
+        """Another run of the server, which has nothing of the one before."""
+        self.lose_everything()
+        self.num_starts += 1
+        self._evicted_before = self.records.num_evicted
+
+    def names(self) -> list[str]:
+        """Of entries and records, as they stand in one keyspace; sorted."""
+        entries = [f"c1/{namespace.hex()}/{{{prefix.hex()}}}" for namespace, prefix in self.catalog.entries]
+        return sorted([*entries, *map(format_name, self.records.records)])
 
 
 class SimulatedRedisCatalog(DictCatalog):
-    """As `RedisCatalog`, where it is more than a `Catalog`."""
+    """As `RedisCatalog`, also where it is more than a `Catalog`."""
 
-    def __init__(self, books: CatalogBooks, medium: Medium, leases: LeaseBooks, *, clock: Clock, ask: Ask) -> None:
-        super().__init__(books, clock=clock, ask=ask)
-        self._medium = medium
-        self._leases = leases
+    def __init__(self, books: RedisBooks, *, clock: Clock, ask: Ask) -> None:
+        super().__init__(books.catalog, clock=clock, ask=ask)
+        self._redis = books
+        self._tenants: dict[NamespaceId, str] = {}
+        self._cursor = ""
 
-    async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
-        medium = self._medium
-        facts = {"run_id": medium.name, "evicted_keys": "0", "expired_keys": "0"}
-        return await self._run("info", lambda: [{**facts, "evicted_keys": str(medium.num_evicted)}], deadline)
+    async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
+        self._tenants[namespace] = tenant
+        await super().register(namespace, layout, tenant, deadline=deadline)
 
-    async def take_lease(self, name: str, token: str, lease_s: int, *, deadline: Deadline) -> bool:
-        def work() -> bool:
-            now_s = self._clock.monotonic_s()
-            owner, end_s = self._leases.held.get(f"lease/{name}", (token, 0.0))
-            if owner != token and end_s > now_s:
-                return False
-            self._leases.held[f"lease/{name}"] = (token, now_s + lease_s)
+    async def register_again(self, *, deadline: Deadline) -> None:
+        found, tenants = await self.namespaces(deadline=deadline), self._books.tenants
+        for namespace, tenant in self._tenants.items():
+            if namespace not in found:
+                await self._run("register", lambda at=namespace, of=tenant: tenants.__setitem__(at, of), deadline)
+
+    async def know(self, namespace: NamespaceId, *, deadline: Deadline) -> bool:
+        self._check_open()
+        if namespace in self._shapes:
             return True
+        manifest = await self._run("manifest", lambda: self._redis.records.manifests.get(namespace), deadline)
+        try:
+            description = parse_manifest(manifest, namespace) if manifest is not None else None
+            layout = description.layout() if description is not None else None
+        except (CorruptRecord, UnsupportedFormat, InvalidRequest):
+            return False
+        if description is None or layout is None:
+            return False
+        await self.register(namespace, layout, description.tenant, deadline=deadline)
+        return True
 
-        return await self._run("take_lease", work, deadline)
+    async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
+        def work() -> list[str]:
+            names = self._redis.names()
+            start = bisect_right(names, self._cursor)
+            return names[start : start + min(count, _NAMES_MAX)]
 
-    def registered(self) -> list[NamespaceId]:
-        return list(self._shapes)
+        names = await self._run("scan", work, deadline)
+        self._cursor = names[-1] if len(names) == min(count, _NAMES_MAX) else ""
+        return [name.encode() for name in names]
+
+    async def are_stored(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        records = self._redis.records.records
+        return await self._run("exists", lambda: [key in records for key in keys], deadline) if keys else []
 
     async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
-        shape = self._shape(namespace)
+        self._shape(namespace)
+        return await self._run(
+            "observe", lambda: sum(self._observe(namespace, prefix) for prefix in prefixes), deadline
+        )
 
-        def work() -> int:
-            lost = 0
-            for prefix in prefixes:
-                edit = self._edit(shape, namespace, prefix)
-                if edit is None or edit.leaves(Level.HOT):
-                    continue
-                for group, num_slices in enumerate(shape.num_slices):
-                    for slice_ in range(num_slices):
-                        key = RecordKey(namespace, prefix, group, slice_)
-                        byte_at, bit = shape.bit_at(Level.HOT, group, slice_)
-                        is_told = bool(edit.data[byte_at] >> bit & 1)
-                        data = self._medium.records.get(key)
-                        if is_told and data is None:
-                            self._remove(Removal(key, Level.HOT, None, LeaveReason.LOST))
-                            lost += 1
-                        elif data is not None and not is_told and (namespace, prefix) in self._books.entries:
-                            self._add(Addition(key, Level.HOT, len(data), 0))
-            return lost
+    def _observe(self, namespace: NamespaceId, prefix: PrefixHash) -> int:
+        """Make one entry's hot bits and bytes what the server holds; returns how many records were lost."""
+        shape, records = self._shapes[namespace], self._redis.records.records
+        edit = self._edit(shape, namespace, prefix)
+        if edit is None or edit.leaves(Level.HOT):
+            return 0
+        before = entry_of(shape, namespace, prefix, bytes(edit.data))
+        told, places = before.keys(Level.HOT), enumerate(shape.num_slices)
+        keys = [RecordKey(namespace, prefix, group, slice_) for group, count in places for slice_ in range(count)]
+        held = {key: len(records[key]) for key in keys if key in records}
+        for key in told:
+            edit.remove(Removal(key, Level.HOT, None, LeaveReason.LOST))
+        for key, num_bytes in held.items():
+            edit.add(Addition(key, Level.HOT, num_bytes, 0))
+        lost = [key for key in told if key not in held]
+        now_s = self._now_s()
+        for key in lost:
+            self._bury(Tombstone(namespace, prefix, Level.HOT, key.group, key.slice, 0, LeaveReason.LOST, now_s))
+        more_bytes = sum(held.values()) - before.num_bytes(Level.HOT)
+        self._books.count(namespace, Level.HOT, bool(held) - bool(told), len(held) - len(told), more_bytes)
+        self._books.write_or_drop(namespace, prefix, edit)
+        return len(lost)
 
-        return await self._run("observe_hot", work, deadline)
+    async def note(self, name: str, text: str, *, deadline: Deadline) -> None:
+        await self._run("note", lambda: self._redis.notes.__setitem__(name, text), deadline)
+
+    async def noted(self, name: str, *, deadline: Deadline) -> str | None:
+        return await self._run("noted", lambda: self._redis.notes.get(name), deadline)
+
+    def ownership(self, lease_s: float) -> Ownership:
+        return DictOwnership(self._redis.leases, lease_s=lease_s, clock=self._clock, ask=self._ask)
+
+    async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
+        def work() -> dict[str, str]:
+            if section == "server":
+                return {"run_id": f"run {self._redis.num_starts}"}
+            return {"evicted_keys": str(self._redis.num_evicted), "expired_keys": "0"}
+
+        return [await self._run("info", work, deadline)]

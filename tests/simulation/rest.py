@@ -42,8 +42,8 @@ async def settle(world: World) -> None:
 
 
 def _under_way(world: World) -> str:
-    if world.deployment.pending.entries:
-        return f"{len(world.deployment.pending.entries)} records are pending"
+    if world.deployment.books.pending.entries:
+        return f"{len(world.deployment.books.pending.entries)} records are pending"
     for service in world.services:
         if not service.is_open:
             return f"{service.name} is not there"
@@ -91,7 +91,7 @@ async def _everything_promised_is_served(world: World) -> None:
     """
     service = world.new_service("fresh")
     await service.start()
-    world.deployment.catalog.complete = False
+    world.deployment.books.catalog.complete = False
     world.services.append(service)
     for prompt in world.plan.prompts:
         try:

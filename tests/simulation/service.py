@@ -19,14 +19,13 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.retention import Retention, RetentionRules
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.dict_catalog import CatalogBooks
-from kvstore.testing.dict_pending import DictOwnership, DictPendingLog, LeaseBooks, PendingBooks
+from kvstore.testing.dict_pending import DictPendingLog
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import GuardedTier
 from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle
 from tests.simulation.process import Process
-from tests.simulation.redis_catalog import SimulatedRedisCatalog
+from tests.simulation.redis_catalog import RedisBooks, SimulatedRedisCatalog
 from tests.simulation.servers import Link, Server
 from tests.simulation.tiers import SimulatedTier
 from tests.simulation.virtual_time import VirtualClock
@@ -60,11 +59,12 @@ class Deployment:
     oracle: Oracle
     redis: Server
     s3: Server
-    hot: Medium
+    books: RedisBooks
     cold: Medium
-    catalog: CatalogBooks
-    pending: PendingBooks
-    leases: LeaseBooks
+
+    @property
+    def hot(self) -> Medium:
+        return self.books.records
 
 
 class Service:
@@ -105,8 +105,10 @@ class Service:
         hot = self._guarded(SimulatedTier("redis", world.hot, self.to_redis, clock, world.oracle.suspect))
         cold = self._guarded(SimulatedTier("s3", world.cold, self.to_s3, clock, world.oracle.suspect))
         # entries, like the catalog, stand in the same Redis as the records
-        pending = DictPendingLog(world.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis)
-        catalog = SimulatedRedisCatalog(world.catalog, world.hot, world.leases, clock=clock, ask=self.to_redis)
+        pending = DictPendingLog(
+            world.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
+        )
+        catalog = SimulatedRedisCatalog(world.books, clock=clock, ask=self.to_redis)
         self.recorder = Recorder(catalog, meters, clock)
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
@@ -119,7 +121,7 @@ class Service:
                 cold,
                 Level.COLD,
                 catalog,
-                DictOwnership(world.leases, lease_s=OWNER_LEASE_S, clock=clock, ask=self.to_redis),
+                catalog.ownership(OWNER_LEASE_S),
                 RetentionRules(budget_bytes=self.sizes.cold_bytes),
                 choice=choice,
                 meters=meters,

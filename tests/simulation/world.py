@@ -9,8 +9,6 @@ import random
 from dataclasses import dataclass
 
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.dict_catalog import CatalogBooks
-from kvstore.testing.dict_pending import LeaseBooks, PendingBooks
 from tests.simulation import process as processes
 from tests.simulation.clients import Client
 from tests.simulation.faults import Faults
@@ -18,6 +16,7 @@ from tests.simulation.invariants import ServiceWatch
 from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle, Trace, Violation
 from tests.simulation.plan import draw_plan
+from tests.simulation.redis_catalog import RedisBooks
 from tests.simulation.rest import check_at_rest, settle
 from tests.simulation.servers import Server
 from tests.simulation.service import Deployment, Service
@@ -69,11 +68,8 @@ class World:
             oracle,
             Server("redis", 0.0005, self.numbers("redis")),
             Server("s3", 0.015, self.numbers("s3")),
-            Medium("redis", plan.hot_bytes, oracle),
+            RedisBooks(Medium("redis", plan.hot_bytes, oracle)),
             Medium("s3", None, oracle),
-            CatalogBooks(),
-            PendingBooks(),
-            LeaseBooks(),
         )
         oracle.media = {"redis": self.deployment.hot, "s3": self.deployment.cold}
         self.services: list[Service] = []
@@ -158,11 +154,7 @@ class World:
 
     def flush(self) -> None:
         """Redis loses records, catalog, pending entries, leases and pins."""
-        world = self.deployment
-        world.hot.flush()
-        world.catalog.lose_everything()
-        world.pending.entries.clear()
-        world.leases.held.clear()
+        self.deployment.books.lose_everything()
         self.num_flushes += 1
         self.oracle.pins.clear()
 
