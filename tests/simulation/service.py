@@ -17,7 +17,8 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.policy_choice import AutoChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
-from kvstore.store.retention import Retention, RetentionRules
+from kvstore.store.retention import Retention, RetentionRules, start_share
+from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictPendingLog
 from kvstore.tiers.memory import MemoryTier
@@ -31,6 +32,7 @@ from tests.simulation.tiers import SimulatedTier
 from tests.simulation.virtual_time import VirtualClock
 
 _PROBE_S = 2.0
+_EVICTED_SHARE = 0.06
 OWNER_LEASE_S = 10.0
 
 
@@ -115,18 +117,21 @@ class Service:
         stack.push_async_callback(background.aclose)
         self.reconciler = Reconciler(catalog, meters, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
-        choice = AutoChoice()
-        if self.sizes.cold_bytes is not None:
+        choice, room = AutoChoice(), None
+        if (budget_bytes := self.sizes.cold_bytes) is not None:
+            start = start_share(budget_bytes)
+            room = Room(budget_bytes, int(budget_bytes * start), clock)
             retention = Retention(
                 cold,
                 Level.COLD,
                 catalog,
                 catalog.ownership(OWNER_LEASE_S),
-                RetentionRules(budget_bytes=self.sizes.cold_bytes),
+                RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=start - _EVICTED_SHARE),
                 choice=choice,
                 meters=meters,
                 clock=clock,
                 num_refused=lambda: self.recorder.num_refused,
+                room=room,
             )
             stack.push_async_callback(retention.aclose)
             retention.start()
@@ -135,7 +140,7 @@ class Service:
         self.store = self._store_class(
             self.memory,
             CataloguedTier(hot, Level.HOT, self.recorder),
-            CataloguedTier(cold, Level.COLD, self.recorder),
+            CataloguedTier(cold, Level.COLD, self.recorder, room),
             pending=pending,
             recorder=self.recorder,
             choice=choice,
