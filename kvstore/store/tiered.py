@@ -178,9 +178,7 @@ class TieredStore(PageStore):
         """
         layout = self._layout(query.namespace)
         self.meters.add("stages")
-        self._leases.sweep()
-        if self._leases.full:
-            self.meters.add("stage_refused", reason="leases")
+        if self._has_no_lease():
             return Staged(None, query.local_tokens)
         deadline = _leave_time(deadline)
         # a tier that hangs while it is asked is as stalled as one that hangs while it is read
@@ -191,7 +189,17 @@ class TieredStore(PageStore):
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens)
+        if self._has_no_lease():  # other stages ended while this one ran
+            self._promotion.drop(holding)
+            return Staged(None, query.local_tokens)
         return self._lease(holding, owner)
+
+    def _has_no_lease(self) -> bool:
+        """Whether a stage must be refused, counted."""
+        self._leases.sweep()
+        if self._leases.full:
+            self.meters.add("stage_refused", reason="leases")
+        return self._leases.full
 
     def _lease(self, holding: Holding, owner: str) -> Staged:
         lease = self._leases.grant(holding.pins, owner)

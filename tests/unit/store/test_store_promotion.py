@@ -180,6 +180,18 @@ class TestPromotion:
             await store.release(first.lease)
             assert (await stage(store, prompt)).resume_tokens == 128
 
+    async def test_stages_at_a_time_keep_to_the_limit_of_leases(self) -> None:
+        """Four stages begin while the table of leases has room for one: one gets it, nothing of the others is held."""
+        prompt, cold = Prompt(ATTENTION, "a", 128), slow_tier("s3")
+        await fill(cold, prompt)
+        async with opened(prompt, cold=cold, limits=replace(LIMITS, leases_max=1)) as store:
+            staged = await asyncio.gather(*(stage(store, prompt) for _ in range(4)))
+            leases = [one.lease for one in staged if one.lease is not None]
+            assert len(leases) == 1
+            assert [one for one in staged if one.lease is None] == [Staged(None, 0)] * 3
+            await store.release(leases[0])
+            assert store._memory.pinned_bytes == 0
+
     async def test_the_end_of_an_owner_ends_its_leases(self) -> None:
         """A peer dies: its leases end at once, those of others stay."""
         prompt = Prompt(ATTENTION, "a", 128)
