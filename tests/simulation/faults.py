@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from tests.simulation.redis_catalog import Loss
 from tests.simulation.servers import Server
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Faults:
             (4, self._kill),
             (1, self._restart),
         ]
-        if world.plan.may_flush:
-            deeds.append((1, self._flush))
+        if world.plan.may_lose:
+            deeds.append((2, self._lose))
         self._weights = [weight for weight, _ in deeds]
         self._deeds = [deed for _, deed in deeds]
 
@@ -133,9 +134,10 @@ class Faults:
             self._say(f"a record in {medium.name} is damaged")
             medium.damage(key, self._numbers)
 
-    async def _flush(self) -> None:
-        self._say("redis loses everything")
-        self._world.flush()
+    async def _lose(self) -> None:
+        loss = self._numbers.choice(list(Loss))
+        self._say(f"redis loses {loss.value}")
+        self._world.lose(loss)
 
     async def _kill(self) -> None:
         await self._world.kill_one(self._numbers)

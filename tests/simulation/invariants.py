@@ -23,13 +23,16 @@ class ServiceWatch:
         """Budgets hold, leases end."""
         store, limits = self._service.store, self._service.sizes.limits
         memory = self._service.memory
-        self._bound("memory", memory.used_bytes, memory.limit_bytes)
-        self._bound("staged bytes", memory.pinned_bytes, limits.stage_bytes)
-        self._bound("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight)
-        self._bound("reads in flight", store._promotion._in_flight.used_bytes, limits.stage_bytes_in_flight)
-        for tier, queue in store._saver._queues:
-            self._bound(f"what waits for {tier.name}", queue.used_bytes, limits.write_back_bytes)
-        self._bound("leases", len(store._leases), limits.leases_max)
+        for what, seen, limit in (
+            ("memory", memory.used_bytes, memory.limit_bytes),
+            ("staged bytes", memory.pinned_bytes, limits.stage_bytes),
+            ("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight),
+            ("reads in flight", store._promotion._in_flight.used_bytes, limits.stage_bytes_in_flight),
+            ("leases", len(store._leases), limits.leases_max),
+            *((tier.name, queue.used_bytes, limits.write_back_bytes) for tier, queue in store._saver._queues),
+        ):
+            if seen > limit:
+                self._violate(f"{what}: {seen} are over the budget of {limit}")
         held = store._leases._leases
         for lease in [lease for lease in self._ends_s if lease not in held]:
             del self._ends_s[lease], self._last_ends_s[lease]
@@ -63,10 +66,6 @@ class ServiceWatch:
         cost = sum(slot.cost_bytes for slot in memory._slots.values())
         if cost != memory.used_bytes:
             self._violate(f"its memory holds {cost} bytes and counts {memory.used_bytes}")
-
-    def _bound(self, what: str, seen: int, limit: int) -> None:
-        if seen > limit:
-            self._violate(f"{what}: {seen} are over the budget of {limit}")
 
     def _violate(self, text: str) -> None:
         self._oracle.violate(f"{self._service.name}: {text}")

@@ -25,7 +25,7 @@ class Plan:
         lasts_s: Virtual seconds of work and faults; what comes after takes as long as it takes.
         fault_every_s: Mean time between faults.
         failing: Share of calls that fail when nothing special is wrong.
-        may_flush: Redis may lose everything.
+        may_lose: Redis may lose what it keeps, all or part of it.
     """
 
     prompts: list[Prompt]
@@ -35,7 +35,7 @@ class Plan:
     lasts_s: float
     fault_every_s: float
     failing: float
-    may_flush: bool
+    may_lose: bool
 
 
 def draw_plan(numbers: random.Random) -> Plan:
@@ -79,5 +79,5 @@ def draw_plan(numbers: random.Random) -> Plan:
         lasts_s=numbers.choice((3.0, 8.0)),
         fault_every_s=numbers.choice((0.4, 1.0, 3.0)),
         failing=numbers.choice((0.0, 0.01, 0.05)),
-        may_flush=numbers.random() < 0.25,
+        may_lose=numbers.random() < 0.25,
     )

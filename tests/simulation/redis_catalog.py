@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone
 from kvstore.catalog.changes import entry_of
@@ -21,8 +22,21 @@ from kvstore.testing.dict_catalog import Ask, CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictOwnership, LeaseBooks, PendingBooks
 from tests.simulation.media import Medium
 
-_NAMES_MAX = 128
+_NAMES_MAX = 256
 """A step of a scan is shorter than was asked for, so that a small world takes several."""
+
+
+class Loss(Enum):
+    """What a Redis may lose."""
+
+    RECORDS = "its records"
+    """And manifests, as when somebody deletes their names: the catalog goes on telling of them."""
+    CATALOG = "its catalog"
+    """And notes: records and pending entries stay."""
+    EVERYTHING = "everything"
+    """As by FLUSHALL."""
+    ITS_RUN = "everything, and is another server"
+    """As when it is started anew without a copy on disk."""
 
 
 @dataclass
@@ -51,27 +65,18 @@ class RedisBooks:
         """Since it was started."""
         return self.records.num_evicted - self._evicted_before
 
-    def lose_records(self) -> None:
-        """With the manifests, as when somebody deletes their names; the catalog goes on telling of them."""
-        self.records.flush()
-
-    def lose_catalog(self) -> None:
-        """With its notes, as when somebody deletes its names."""
-        self.catalog.lose_everything()
-        self.notes.clear()
-
-    def lose_everything(self) -> None:
-        """As by FLUSHALL."""
-        self.lose_records()
-        self.lose_catalog()
-        self.pending.entries.clear()
-        self.leases.held.clear()
-
-    def start_empty(self) -> None:
-        """Another run of the server, which has nothing of the one before."""
-        self.lose_everything()
-        self.num_starts += 1
-        self._evicted_before = self.records.num_evicted
+    def lose(self, loss: Loss) -> None:
+        if loss is not Loss.CATALOG:
+            self.records.flush()
+        if loss is not Loss.RECORDS:
+            self.catalog.lose_everything()
+            self.notes.clear()
+        if loss in {Loss.EVERYTHING, Loss.ITS_RUN}:
+            self.pending.entries.clear()
+            self.leases.held.clear()
+        if loss is Loss.ITS_RUN:
+            self.num_starts += 1
+            self._evicted_before = self.records.num_evicted
 
     def names(self) -> list[str]:
         """Of entries and records, as they stand in one keyspace; sorted."""
@@ -139,10 +144,11 @@ class SimulatedRedisCatalog(DictCatalog):
         edit = self._edit(shape, namespace, prefix)
         if edit is None or edit.leaves(Level.HOT):
             return 0
-        before = entry_of(shape, namespace, prefix, bytes(edit.data))
-        told, places = before.keys(Level.HOT), enumerate(shape.num_slices)
-        keys = [RecordKey(namespace, prefix, group, slice_) for group, count in places for slice_ in range(count)]
+        places = [(group, slice_) for group, count in enumerate(shape.num_slices) for slice_ in range(count)]
+        keys = [RecordKey(namespace, prefix, group, slice_) for group, slice_ in places]
         held = {key: len(records[key]) for key in keys if key in records}
+        before = entry_of(shape, namespace, prefix, bytes(edit.data))
+        told = before.keys(Level.HOT)
         for key in told:
             edit.remove(Removal(key, Level.HOT, None, LeaveReason.LOST))
         for key, num_bytes in held.items():

@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from kvstore.catalog.changes import entry_of
+from kvstore.catalog.entry import EntryShape, Level
 from kvstore.errors import KVStoreError
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.store.reindexing import reindex_level
 from kvstore.testing.prompts import Prompt
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
+from tests.simulation.process import Process
+from tests.simulation.redis_catalog import Loss, SimulatedRedisCatalog
+from tests.simulation.servers import Link
 from tests.simulation.service import OWNER_LEASE_S, Service
+from tests.simulation.tiers import SimulatedTier
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _REST_S = 240.0
+_SAMPLED_S = 60.0
+"""The sampler's patience, and its way once round a Redis."""
 _OVER_BUDGET = 1.05
 
 
@@ -36,9 +45,53 @@ async def settle(world: World) -> None:
         if deployment.clock.monotonic_s() - began_s > _REST_S:
             world.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
             return
+    if Loss.CATALOG in world.losses:
+        await asyncio.sleep(_SAMPLED_S)
+        _redis_tells_of_its_records(world)
+    if not deployment.books.catalog.complete:
+        await _reindex(world)
     # leases end and are swept, those of dead owners as well, and retention does what it then may
     await asyncio.sleep(3.0 + OWNER_LEASE_S + world.plan.sizes.limits.lease_s)
     world.trace.add("WORLD", "rests")
+
+
+async def _reindex(world: World) -> None:
+    """As `kvstore reindex`, which the log asks for; services go on meanwhile."""
+    deployment, process = world.deployment, Process("reindex")
+    to_redis, to_s3 = Link(process, deployment.redis), Link(process, deployment.s3)
+    clock, suspect = deployment.clock, world.oracle.suspect
+    catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=to_redis)
+    for level, tier in (
+        (Level.HOT, SimulatedTier("redis", deployment.hot, to_redis, clock, suspect)),
+        (Level.COLD, SimulatedTier("s3", deployment.cold, to_s3, clock, suspect)),
+    ):
+        report = await reindex_level(catalog, tier, level, clock=clock)
+        world.trace.add(
+            "WORLD", f"{tier.name} is reindexed: {report.num_records} records, {report.num_unknown} unknown"
+        )
+    await catalog.set_complete(True, deadline=Deadline.after(30.0, clock))
+
+
+def _told(world: World, level: Level) -> set[RecordKey]:
+    """Of which records the catalog tells."""
+    told: set[RecordKey] = set()
+    for (namespace, prefix), data in world.deployment.books.catalog.entries.items():
+        layout = next(prompt.layout for prompt in world.plan.prompts if prompt.description.id == namespace)
+        told.update(entry_of(EntryShape.of(layout), namespace, prefix, data).keys(level))
+    return told
+
+
+def _redis_tells_of_its_records(world: World) -> None:
+    """Whatever was lost, the sampler has found every record that nobody told of."""
+    hot, told = world.deployment.hot, _told(world, Level.HOT)
+    for key in hot.records:
+        if key not in told and key.namespace in hot.manifests:
+            world.oracle.violate("redis has a record, and the catalog was never told", key)
+
+
+def _the_catalog_tells_of_nothing_lost(world: World) -> None:
+    for key in _told(world, Level.HOT).difference(world.deployment.hot.records):
+        world.oracle.violate("redis let a record go, and the catalog still tells of it", key)
 
 
 def _under_way(world: World) -> str:
@@ -58,6 +111,7 @@ async def check_at_rest(world: World) -> None:
         world.watch(service).look_at_rest()
     _promises_are_in_the_cold_tier(world)
     _redis_may_evict_everything(world)
+    _the_catalog_tells_of_nothing_lost(world)
     _the_cold_tier_is_within_its_budget(world)
     world.oracle.check()
     for service in world.services:
@@ -74,8 +128,9 @@ def _promises_are_in_the_cold_tier(world: World) -> None:
 
 def _redis_may_evict_everything(world: World) -> None:
     hot = world.deployment.hot
+    lost_pending = {Loss.EVERYTHING, Loss.ITS_RUN}.intersection(world.losses)
     for key in hot.records:
-        if key not in hot.evictable and not world.num_flushes:
+        if key not in hot.evictable and not lost_pending:
             world.oracle.violate("redis must keep a record for which no pending entry stands", key)
 
 

@@ -32,6 +32,7 @@ from tests.simulation.tiers import SimulatedTier
 from tests.simulation.virtual_time import VirtualClock
 
 _PROBE_S = 2.0
+LOOK_S = 4.0
 _EVICTED_SHARE = 0.06
 OWNER_LEASE_S = 10.0
 
@@ -115,7 +116,7 @@ class Service:
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
         stack.push_async_callback(background.aclose)
-        self.reconciler = Reconciler(catalog, meters, clock=clock)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(catalog, meters, look_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
         choice, room = AutoChoice(), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:

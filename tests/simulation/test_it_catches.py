@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.api import Ack, LeaseId, Retention, SaveOutcome
+from kvstore.catalog.redis_reconcile import Reconciler
 from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey
@@ -99,3 +100,13 @@ def test_a_queue_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(WriteBack, "offer", offer)
     assert "budget" in first_violation()
+
+
+def test_a_redis_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis evicts, and the catalog goes on telling of what it let go."""
+
+    async def look(self: Reconciler) -> int:
+        return 0
+
+    monkeypatch.setattr(Reconciler, "look", look)
+    assert "still tells of it" in first_violation()

@@ -16,7 +16,7 @@ from tests.simulation.invariants import ServiceWatch
 from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle, Trace, Violation
 from tests.simulation.plan import draw_plan
-from tests.simulation.redis_catalog import RedisBooks
+from tests.simulation.redis_catalog import Loss, RedisBooks
 from tests.simulation.rest import check_at_rest, settle
 from tests.simulation.servers import Server
 from tests.simulation.service import Deployment, Service
@@ -52,6 +52,7 @@ class World:
 
     Attributes:
         services: The runs that are under way, one per name.
+        losses: What Redis has lost so far.
     """
 
     def __init__(self, seed: int, loop: VirtualLoop, store_class: type[TieredStore]) -> None:
@@ -62,7 +63,7 @@ class World:
         self.trace = Trace(loop.time)
         self.oracle = oracle = Oracle(self.trace)
         self.num_kills = 0
-        self.num_flushes = 0
+        self.losses: list[Loss] = []
         self.deployment = Deployment(
             VirtualClock(loop),
             oracle,
@@ -152,11 +153,12 @@ class World:
                 self.oracle.violate(f"{service.name} left a task behind: {name}")
         await service.kill()
 
-    def flush(self) -> None:
-        """Redis loses records, catalog, pending entries, leases and pins."""
-        self.deployment.books.lose_everything()
-        self.num_flushes += 1
-        self.oracle.pins.clear()
+    def lose(self, loss: Loss) -> None:
+        """Redis loses what it keeps; pins are the catalog's."""
+        self.losses.append(loss)
+        self.deployment.books.lose(loss)
+        if loss is not Loss.RECORDS:
+            self.oracle.pins.clear()
 
     def end(self) -> None:
         """Nobody looks any more, and whatever still runs reaches nothing."""
