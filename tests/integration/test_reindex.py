@@ -37,7 +37,8 @@ def soon() -> Deadline:
 
 def settings_for(redis: RedisServer, cold: Path | str) -> Settings:
     cold = cold if isinstance(cold, str) else f"file://{cold}/records"
-    return load_settings({"memory_bytes": "64MiB", "hot": redis.url, "cold": cold, "disk_bytes": "256MiB"})
+    patient = {"stall_timeout_ms": 5000}  # whatever else the machine does
+    return load_settings({"memory_bytes": "64MiB", "hot": redis.url, "cold": cold, "disk_bytes": "256MiB", **patient})
 
 
 @pytest.fixture(params=["directory", "s3"])

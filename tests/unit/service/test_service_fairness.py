@@ -156,7 +156,7 @@ async def test_cancelled_saves_are_let_go_at_once(node: Node) -> None:
         while node.used_bytes or node.store.living:
             gc.collect()
             await asyncio.sleep(0.005)
-    assert time.monotonic() - started_s < 1
+    assert time.monotonic() - started_s < 5  # and not at their deadline
     node.store.gate.set()
     assert await client.save(prompt.records()[0], deadline=soon()) is SaveOutcome.STORED
 
@@ -181,9 +181,9 @@ async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
     assert not save.done()
     for writer in dying:
         writer.transport.abort()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         assert await save is SaveOutcome.STORED
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         while node.used_bytes or node.store.living:
             gc.collect()
             await asyncio.sleep(0.005)
