@@ -88,7 +88,9 @@ async def test_right_bytes_or_a_miss(
     comes from the directory, or ends the hit before it; a second look knows.
     """
     cold = f"file://{tmp_path}" if has_cold else "memory:"
-    settings = load_settings({"memory_bytes": "64MiB", "hot": shared_redis.url, "cold": cold, "disk_bytes": "256MiB"})
+    sizes = {"memory_bytes": "64MiB", "disk_bytes": "256MiB"}
+    patient = {"stall_timeout_ms": 5000}  # whatever else the machine does
+    settings = load_settings({"hot": shared_redis.url, "cold": cold, **sizes, **patient})
     await save(settings)
     replaced = await replace(client, shared_redis, by)
     expected = {record.key: bytes(record.data) for record in PROMPT.records()}
