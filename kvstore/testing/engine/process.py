@@ -58,8 +58,10 @@ class EngineProcess:
                     pass_fds=[write_end],
                     start_new_session=True,
                 )
-        except BaseException:
+        except BaseException as error:
             os.close(read_end)
+            if isinstance(error, OSError):
+                raise EngineFailed(f"the engine cannot be started: {error}\n{self._log_tail()}") from error
             raise
         finally:
             os.close(write_end)

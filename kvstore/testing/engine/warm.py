@@ -64,9 +64,9 @@ class WarmChild:
 
 
 class _Nursery:
-    """Our side of one."""
+    """Our side of one; the log of the engine that it was made for has what it says when it cannot start."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], output: int) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_READY_S)
         command = [sys.executable, "-m", "kvstore.testing.engine.nursery", str(theirs.fileno()), str(os.getpid())]
@@ -75,7 +75,7 @@ class _Nursery:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=output,
                 env=dict(environment),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -95,10 +95,12 @@ class _Nursery:
             socket.send_fds(self._control, [order], [stdin_read, output, answers, report_write])
             answer = self._control.recv(32)
             if not answer:
-                raise OSError(f"the process that engines start from ended (exit {self._child.wait()})")
-        except BaseException:
+                raise ConnectionResetError
+        except BaseException as error:
             os.close(stdin_write)
             os.close(report_read)
+            if isinstance(error, ConnectionError):
+                raise OSError(f"the process that engines start from ended (exit {self._child.wait()})") from error
             raise
         finally:
             os.close(stdin_read)
@@ -125,12 +127,16 @@ class _Nurseries:
         early.pop("PYTEST_CURRENT_TEST", None)
         key = frozenset(early.items())
         with self._lock:
-            nursery = self._by_environment.pop(key, None) or _Nursery(early)
+            nursery = self._by_environment.pop(key, None) or _Nursery(early, output)
             self._by_environment[key] = nursery  # the last that was used stands last
             idle = [key for key, other in self._by_environment.items() if other is not nursery and other.is_idle]
             for key in idle[: max(0, len(self._by_environment) - _NURSERIES_MAX)]:
                 self._by_environment.pop(key).close()
-            return nursery.fork(spec, environment, output, answers)
+            try:
+                return nursery.fork(spec, environment, output, answers)
+            except OSError:  # it is of no further use: the next engine gets a new one
+                self._by_environment.pop(key).close()
+                raise
 
     def close(self) -> None:
         for nursery in self._by_environment.values():
