@@ -11,6 +11,7 @@ import atexit
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -19,13 +20,15 @@ import sys
 import threading
 from typing import Any, NoReturn
 
+import torch
+
 from kvstore.testing.engine.main import serve, tie_to_parent
+from kvstore.testing.engine.warm import ORDER_BYTES_MAX
 
-__all__ = ["NUM_DESCRIPTORS", "ORDER_BYTES_MAX"]
-
-ORDER_BYTES_MAX = 128 << 10
-NUM_DESCRIPTORS = 4
+_NUM_DESCRIPTORS = 4
 _MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+_STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator", "vllm.v1.executor.multiproc_executor")
+"""Modules that start processes."""
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
                 _report_ended(reports)
             if control.fileno() not in ready:
                 continue
-            message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES_MAX, NUM_DESCRIPTORS)
+            message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES_MAX, _NUM_DESCRIPTORS)
             if not message:
                 return
             *streams, report = descriptors
@@ -85,9 +88,27 @@ def _be_engine(parent_pid: int, order: dict[str, Any], stdin: int, output: int, 
     sys.stdin = os.fdopen(0, closefd=False)
     os.environ.update(order["environment"])  # beside what was set while vLLM was imported
     os.set_inheritable(answers, False)
+    _fork_workers()
     with os.fdopen(answers, "w", buffering=1) as file:
         serve(order["spec"], file)
     _end()
+
+
+def _fork_workers() -> None:
+    """Let vLLM fork the processes of a multi-process engine: on a CPU it insists on new ones, which import all again.
+
+    New ones read the number of their threads from the environment. What has been imported has read it before: it is
+    told again.
+    """
+    context = multiprocessing.get_context("fork")
+    for module in _STARTERS:
+        importlib.import_module(module).get_mp_context = lambda: context  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_set_num_threads)
+
+
+def _set_num_threads() -> None:
+    if num_threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(num_threads))
 
 
 def _end() -> NoReturn:

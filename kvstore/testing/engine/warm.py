@@ -13,10 +13,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvstore.testing.engine.nursery import ORDER_BYTES_MAX
+__all__ = ["ORDER_BYTES_MAX", "WarmChild", "start_warm", "warm_starts"]
 
-__all__ = ["WarmChild", "start_warm", "warm_starts"]
-
+ORDER_BYTES_MAX = 128 << 10
 _READY_S = 180.0
 _NURSERIES_MAX = 3
 """Each takes some 600 MiB."""

