@@ -34,7 +34,7 @@ HOMES = {
     "torch": (
         *("connector/connector.py", "connector/vllm_facts.py", "connector/worker/", "connector/device/"),
         *("connector/vllm_requests.py", "benchmarks/device.py"),
-        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py"),
+        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/nursery.py"),
     ),
     "numba": (),
     "llvmlite": (),

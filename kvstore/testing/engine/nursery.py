@@ -20,8 +20,6 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-import torch
-
 from kvstore.testing.engine.main import serve, tie_to_parent
 from kvstore.testing.engine.warm import ORDER_BYTES_MAX
 
@@ -107,6 +105,8 @@ def _fork_workers() -> None:
 
 
 def _set_num_threads() -> None:
+    import torch
+
     if num_threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(num_threads))
 
