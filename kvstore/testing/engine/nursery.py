@@ -93,21 +93,18 @@ def _be_engine(parent_pid: int, order: dict[str, Any], stdin: int, output: int, 
 
 
 def _fork_workers() -> None:
-    """Let vLLM fork the processes of a multi-process engine: on a CPU it insists on new ones, which import all again.
-
-    New ones read the number of their threads from the environment. What has been imported has read it before: it is
-    told again.
-    """
+    """Let vLLM fork the processes of a multi-process engine: on a CPU it wants new ones, which import all again."""
     context = multiprocessing.get_context("fork")
     for module in _STARTERS:
         importlib.import_module(module).get_mp_context = lambda: context  # type: ignore[attr-defined]
-    os.register_at_fork(after_in_child=_set_num_threads)
+    os.register_at_fork(after_in_child=_begin_worker)
 
 
-def _set_num_threads() -> None:
+def _begin_worker() -> None:
     import torch
 
-    if num_threads := os.environ.get("OMP_NUM_THREADS"):
+    tie_to_parent(os.getppid())  # a killed engine leaves nothing behind that waits for it
+    if num_threads := os.environ.get("OMP_NUM_THREADS"):  # read when torch was imported, and changed since
         torch.set_num_threads(int(num_threads))
 
 
