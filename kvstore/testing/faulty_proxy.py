@@ -17,7 +17,7 @@ _LINGER_S = 1.0
 _CHUNKS_MAX = 256
 """Of one direction of one connection, while they are delayed: 64 MiB."""
 
-_START_S = 10.0
+_START_S = 60.0
 _BODY = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>'
 )

@@ -20,7 +20,7 @@ from kvstore.wire.address import TcpAddress, parse_address
 
 __all__ = ["ServiceProcess", "free_tcp_url"]
 
-_START_S = 15.0
+_START_S = 60.0
 
 
 def free_tcp_url() -> str:

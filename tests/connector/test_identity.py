@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 PROMPT = seeded_prompt(901, 1300)
 WHOLE = 1280
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """Where a hit on the whole prompt ends: at the last block."""
 
 TWO_PAGES = 2048

@@ -14,10 +14,11 @@ from tests.connector.support.service import DirectoryService
 pytestmark = pytest.mark.engine
 
 LENGTH, RESTORED = 2500, 2432
-EXTRA_S = 1.0
-"""A store in trouble may cost a request this much more than computing its prompt."""
+EXTRA_S = 5.0
+"""Whoever waits for a store that does not answer waits longer. The failure table holds requests to a second, and knows
+when a machine is too busy to tell."""
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class Bench:

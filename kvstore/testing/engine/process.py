@@ -131,27 +131,27 @@ class EngineProcess:
         self._ask({"op": "traffic", "arguments": arguments})
         return TrafficReport.from_json(self._next("traffic", timeout_s)["traffic"])
 
-    def census(self, *, timeout_s: float = 30.0) -> dict[str, Any]:
+    def census(self, *, timeout_s: float = 60.0) -> dict[str, Any]:
         """What an in-process engine holds now: blocks, requests, threads, descriptors."""
         self._ask({"op": "census"})
         return dict(self._next("census", timeout_s)["census"])
 
-    def metrics(self, *, timeout_s: float = 30.0) -> dict[str, float]:
+    def metrics(self, *, timeout_s: float = 60.0) -> dict[str, float]:
         """The engine's counters and gauges by name, as it would show them to Prometheus."""
         self._ask({"op": "metrics"})
         return dict(self._next("metrics", timeout_s)["metrics"])
 
-    def connector_counters(self, *, timeout_s: float = 30.0) -> dict[str, float]:
+    def connector_counters(self, *, timeout_s: float = 60.0) -> dict[str, float]:
         """Counters of our connector's two sides together; empty unless the engine is in-process with our connector."""
         self._ask({"op": "connector_counters"})
         return dict(self._next("counters", timeout_s)["counters"])
 
-    def reset_prefix_cache(self, *, timeout_s: float = 30.0) -> bool:
+    def reset_prefix_cache(self, *, timeout_s: float = 60.0) -> bool:
         """Forget what the engine itself has cached; the connector's store is not touched."""
         self._ask({"op": "reset_prefix_cache"})
         return bool(self._next("reset", timeout_s)["done"])
 
-    def evaluate(self, expression: str, *, timeout_s: float = 30.0) -> Any:
+    def evaluate(self, expression: str, *, timeout_s: float = 60.0) -> Any:
         """Evaluate a Python expression in the engine's process, `llm` at hand; for tests that look inside."""
         self._ask({"op": "evaluate", "expression": expression})
         return self._next("value", timeout_s)["value"]

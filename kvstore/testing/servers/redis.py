@@ -18,7 +18,7 @@ from kvstore.testing.servers.process import ServerFailed, ServerProcess
 
 __all__ = ["RedisServer", "redis_process", "redis_server", "started", "valkey_server"]
 
-_READY_S = 20.0
+_READY_S = 60.0
 _START_ATTEMPTS = 3
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import redis
 
+from tests.connector.support.stores import wait_for_engine
 from tests.connector.support.traffic import Traffic
 from tests.connector.support.world import World
 
@@ -20,7 +21,7 @@ __all__ = ["FAULTS", "Fault"]
 FREEZE_S = 25.0
 BUSY_S = 30.0
 SHORT_S = 3.0
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 _TURNS = 3
 _QUESTIONS = re.compile('"MGET" |"STRLEN" "v1/')
 """Of the catalog, and of records."""
@@ -105,17 +106,29 @@ def _wait_for_command(port: int, commands: re.Pattern[str]) -> None:
                 assert time.monotonic() < ends_s, f"Redis was not asked for {commands.pattern}"
 
 
+@contextmanager
+def _felt(world: World, traffic: Traffic, counter: str, tier: str) -> Iterator[None]:
+    """Let the traffic go on after the block until the service has counted what the block brings about."""
+    before = world.counter(counter, tier)
+    yield
+    ends_s = time.monotonic() + _PATIENCE_S
+    while world.counter(counter, tier) == before and time.monotonic() < ends_s:
+        traffic.go_on(0.3)
+
+
 def redis_full(world: World, traffic: Traffic) -> float:
-    with redis.Redis(port=world.redis.port) as client:
+    with redis.Redis(port=world.redis.port) as client, _felt(world, traffic, "tier_full", "redis"):
         client.config_set("maxmemory", client.info("memory")["used_memory"])
         traffic.go_on(2 * SHORT_S)
+    with redis.Redis(port=world.redis.port) as client:
         client.config_set("maxmemory", 0)
     return time.monotonic()
 
 
 def s3_unreachable(world: World, traffic: Traffic) -> float:
-    world.proxy.refuse()
-    traffic.go_on(2 * SHORT_S)
+    with _felt(world, traffic, "tier_refused", "s3"):
+        world.proxy.refuse()
+        traffic.go_on(2 * SHORT_S)
     world.proxy.heal()
     return time.monotonic()
 
@@ -128,34 +141,32 @@ def s3_busy(world: World, traffic: Traffic) -> float:
 
 
 def s3_slow(world: World, traffic: Traffic) -> float:
-    world.proxy.delay(5.0)
-    traffic.go_on(4 * SHORT_S)
+    with _felt(world, traffic, "tier_refused", "s3"):
+        world.proxy.delay(5.0)
+        traffic.go_on(4 * SHORT_S)
     world.proxy.heal()
     return time.monotonic()
 
 
 def disk_full(world: World, traffic: Traffic) -> float:
     filler = Path(f"/proc/{world.service.pid}/root{world.disk}/filler")  # as the service sees it
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(1 << 20))
-    traffic.go_on(2 * SHORT_S)
+    with _felt(world, traffic, "write_back_dropped", "filesystem"):
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+        traffic.go_on(2 * SHORT_S)
     filler.unlink()
     return time.monotonic()
 
 
 def record_corrupted(world: World, traffic: Traffic) -> float:
-    """Flip a bit of one record of a stored prompt, in Redis and later in S3; mended when the store has noticed both.
-
-    The tier must be read: the service starts anew each time and finds its memory empty, and Redis has lost the record
-    when S3's turn comes. A save of the engine may put a good one in front again: then it is broken once more.
-    """
+    """Flip a bit of one record of a stored prompt, in Redis and later in S3; mended when the store has noticed both."""
     traffic.focus = prompt = world.prompts.old[0]
     name = sorted(world.objects_of[prompt])[0]
+    status, good = world.rgw.request("GET", f"/{world.bucket}/{name}")
+    assert status == 200
+    bad = good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :]
     with redis.Redis(port=world.redis.port) as client:
-        good = client.get(name)
-        assert isinstance(good, bytes)
-        bad = good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :]
 
         def break_in_redis() -> None:
             client.set(name, bad)
@@ -170,11 +181,17 @@ def record_corrupted(world: World, traffic: Traffic) -> float:
 
 
 def _is_noticed(world: World, traffic: Traffic, tier: str, break_it: Callable[[], None]) -> bool:
-    """Break a record behind the back of a service that starts anew, and let it be asked for some time."""
-    world.service.stop()
-    break_it()
-    world.service.start()
-    ends_s = time.monotonic() + _PATIENCE_S / _TURNS
+    """Break a record behind the service's back, and let it be asked for some time.
+
+    What stands before the tier must be empty, so the service starts anew. Meanwhile nobody asks: a prompt that was
+    computed without it would be saved again, and a good record would stand before the bad one.
+    """
+    with traffic.paused():
+        world.service.stop()
+        break_it()
+        world.service.start()
+        wait_for_engine(world.service.url)
+    ends_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < ends_s:
         traffic.go_on(0.3)
         if world.counter("tier_quarantined", tier):

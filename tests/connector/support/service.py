@@ -16,7 +16,7 @@ from kvstore.testing.servers.process import ServerProcess
 
 __all__ = ["DirectoryService", "Service"]
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 class Service:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -84,6 +85,9 @@ class Traffic:
         self.error: BaseException | None = None
         self._prompts = prompts
         self._ending = threading.Event()
+        self._may_ask = threading.Event()
+        self._may_ask.set()
+        self._asking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
 
     def go_on(self, seconds: float) -> None:
@@ -94,12 +98,23 @@ class Traffic:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No request is under way in the block."""
+        self._may_ask.clear()
+        try:
+            with self._asking:
+                yield
+        finally:
+            self._may_ask.set()
+
     def __enter__(self) -> Traffic:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ending.set()
+        self._may_ask.set()
         self._thread.join()
 
     def _run(self) -> None:
@@ -110,7 +125,9 @@ class Traffic:
                 if number % 2 == 0:
                     other = self._prompts.new()
                 old = self.focus or self._prompts.old[number % len(self._prompts.old)]
-                self._round([old, other])
+                self._may_ask.wait()
+                with self._asking:
+                    self._round([old, other])
         except BaseException as error:  # noqa: BLE001 - a thread's top: the test tells it
             self.error = error
 
