@@ -40,12 +40,14 @@ class PendingTotals:
 
 
 class PendingLog(ABC):
-    """Entries that outlive the service that wrote them. Each is claimed by one owner for a lease; one whose lease has
-    ended may be claimed by anybody. A log belongs to one owner, which it names by itself.
+    """Entries that outlive the service that wrote them. Whoever writes one owns it for a lease, together with all who
+    wrote it too: it stands until each has finished it. One whose leases have all ended may be claimed by anybody, who
+    is then its only owner. A log belongs to one owner, which it names by itself.
 
     An entry is written *before* the record that it stands for, and removed when the cold tier has the record: what a
     crash leaves behind is an entry too many, never one too few. The same record may so be written twice, which is
-    harmless: it is written once under its name.
+    harmless: it is written once under its name. That owners share an entry is why one of them may die between seeing
+    that it owns the entry and writing the record, whatever others do meanwhile.
 
     Every method raises `Unavailable` at its deadline or when the medium refuses, and may then have done its work or
     not; repeating it is harmless.
@@ -58,26 +60,26 @@ class PendingLog(ABC):
 
     @abstractmethod
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
-        """Write entries, claimed by this owner; one that is there already becomes this owner's.
+        """Write entries, claimed by this owner; one that is there already becomes this owner's too.
 
         False: the medium has no room. Some of the entries may then have been written.
         """
 
     @abstractmethod
-    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
-        """Start the leases anew. False for each that is not this owner's any more: somebody else finishes it."""
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
+        """Start the leases anew. For each: how many own it; 0: not this owner any more, somebody else finishes it."""
 
     @abstractmethod
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Remove entries, unless they became somebody else's."""
+        """Own entries no more; those that nobody owns now are removed, unless somebody else has claimed them."""
 
     @abstractmethod
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """End this owner's leases now: anybody may claim the entries."""
+        """End this owner's leases now: anybody may claim those entries that nobody else owns."""
 
     @abstractmethod
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
-        """Make up to about `limit` entries without a living lease this owner's."""
+        """Make up to about `limit` entries without a living lease this owner's, and nobody else's."""
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> PendingTotals:

@@ -4,7 +4,8 @@ Entries are spread over shards by their prefix hash. A shard is three keys with 
 them together on a Cluster too:
 
     kvstore:pending:<scope>:{p<shard>}:due     sorted set: packed key -> end of its lease, ms of the server's clock
-    kvstore:pending:<scope>:{p<shard>}:entry   hash: packed key -> owner (16), bytes of the record u64, stop tokens u32
+    kvstore:pending:<scope>:{p<shard>}:entry   hash: packed key -> an owner (16), bytes of the record u64, stop tokens
+                                               u32, all other owners (16 each)
     kvstore:pending:<scope>:{p<shard>}:bytes   bytes of all records of the shard
 
 The server's clock decides about leases: those of the services need not agree. None of the keys has a TTL, so that no
@@ -43,15 +44,32 @@ _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] /
 # Scripts that free memory, or change nothing in it, run on a full server too: else nothing would ever leave it.
 _ALWAYS = "#!lua flags=allow-oom\n"
 
+_OWNERS = """
+local function owners_of(facts) return string.sub(facts, 1, 16) .. string.sub(facts, 29) end
+local function without(owners, owner)
+  local kept = ''
+  for at = 1, #owners, 16 do
+    local one = string.sub(owners, at, at + 15)
+    if one ~= owner then kept = kept .. one end
+  end
+  return kept
+end
+"""
+
 _ADD = (
     _NOW
+    + _OWNERS
     + """
 local grown = 0
 for i = 2, #ARGV, 3 do
+  local facts = ARGV[i + 1]
   local before = redis.call('HGET', KEYS[2], ARGV[i])
-  if before then grown = grown - struct.unpack('<I8', string.sub(before, 17, 24)) end
-  redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
-  redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i])
+  if before then
+    grown = grown - struct.unpack('<I8', string.sub(before, 17, 24))
+    facts = facts .. without(owners_of(before), string.sub(facts, 1, 16))
+  end
+  redis.call('HSET', KEYS[2], ARGV[i], facts)
+  redis.call('ZADD', KEYS[1], 'GT', now + ARGV[1], ARGV[i])
   grown = grown + ARGV[i + 2]
 end
 if grown ~= 0 then redis.call('INCRBY', KEYS[3], string.format('%d', grown)) end
@@ -62,13 +80,15 @@ return 1
 _RENEW = (
     _ALWAYS
     + _NOW
+    + _OWNERS
     + """
 local answers = {}
 for i = 3, #ARGV do
   local facts = redis.call('HGET', KEYS[2], ARGV[i])
-  if facts and string.sub(facts, 1, 16) == ARGV[1] then
-    redis.call('ZADD', KEYS[1], 'XX', now + ARGV[2], ARGV[i])
-    answers[#answers + 1] = 1
+  local owners = facts and owners_of(facts) or ''
+  if #without(owners, ARGV[1]) < #owners then
+    redis.call('ZADD', KEYS[1], 'XX', 'GT', now + ARGV[2], ARGV[i])
+    answers[#answers + 1] = #owners / 16
   else
     answers[#answers + 1] = 0
   end
@@ -77,16 +97,27 @@ return answers
 """
 )
 
-_FINISH = (
+_LEAVE = (
     _ALWAYS
+    + _NOW
+    + _OWNERS
     + """
 local removed = 0
-for i = 2, #ARGV do
+for i = 3, #ARGV do
   local facts = redis.call('HGET', KEYS[2], ARGV[i])
-  if facts and string.sub(facts, 1, 16) == ARGV[1] then
+  local owners = facts and owners_of(facts) or ''
+  local others = without(owners, ARGV[1])
+  if #others == #owners then
+    -- not ours
+  elseif #others > 0 then
+    facts = string.sub(others, 1, 16) .. string.sub(facts, 17, 28) .. string.sub(others, 17)
+    redis.call('HSET', KEYS[2], ARGV[i], facts)
+  elseif ARGV[2] == 'finish' then
     removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
     redis.call('HDEL', KEYS[2], ARGV[i])
     redis.call('ZREM', KEYS[1], ARGV[i])
+  else
+    redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i])
   end
 end
 if removed > 0 then redis.call('DECRBY', KEYS[3], string.format('%d', removed)) end
@@ -103,7 +134,7 @@ local answers = {}
 for _, member in ipairs(members) do
   local facts = redis.call('HGET', KEYS[2], member)
   if facts then
-    facts = ARGV[1] .. string.sub(facts, 17)
+    facts = ARGV[1] .. string.sub(facts, 17, 28)
     redis.call('HSET', KEYS[2], member, facts)
     redis.call('ZADD', KEYS[1], now + ARGV[2], member)
     answers[#answers + 1] = member
@@ -150,27 +181,28 @@ class RedisPendingLog(PendingLog):
             return False
         return True
 
-    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
         by_shard = _by_shard(keys)
         calls = [
             self._run(_RENEW, shard, self._owner, self._lease_ms, *map(pack_key, of_shard))
             for shard, of_shard in by_shard.items()
         ]
         replies = await _all(calls, deadline, "renewing pending entries")
-        ours: set[RecordKey] = set()
+        owners: dict[RecordKey, int] = {}
         for of_shard, reply in zip(by_shard.values(), replies, strict=True):
-            ours.update(key for key, is_ours in zip(of_shard, cast("list[int]", reply), strict=True) if is_ours)
-        return [key in ours for key in keys]
+            owners.update(zip(of_shard, cast("list[int]", reply), strict=True))
+        return [owners[key] for key in keys]
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        by_shard = _by_shard(keys)
-        calls = [self._run(_FINISH, shard, self._owner, *map(pack_key, keys)) for shard, keys in by_shard.items()]
-        await _all(calls, deadline, "removing pending entries")
+        await self._leave(keys, b"finish", deadline, "removing pending entries")
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        await self._leave(keys, b"release", deadline, "giving pending entries back")
+
+    async def _leave(self, keys: Sequence[RecordKey], how: bytes, deadline: Deadline, what: str) -> None:
         by_shard = _by_shard(keys)
-        calls = [self._run(_RENEW, shard, self._owner, 0, *map(pack_key, keys)) for shard, keys in by_shard.items()]
-        await _all(calls, deadline, "giving pending entries back")
+        calls = [self._run(_LEAVE, shard, self._owner, how, *map(pack_key, keys)) for shard, keys in by_shard.items()]
+        await _all(calls, deadline, what)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
         """One shard after the other, each call from where the last one ended, so that none is always served last."""

@@ -29,19 +29,14 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS pending (
-    key BLOB PRIMARY KEY, owner BLOB NOT NULL, lease_end_ms INTEGER NOT NULL,
-    num_bytes INTEGER NOT NULL, stop_tokens INTEGER NOT NULL
+CREATE TABLE IF NOT EXISTS write_backs (
+    key BLOB NOT NULL, owner BLOB NOT NULL, lease_end_ms INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL, stop_tokens INTEGER NOT NULL, PRIMARY KEY (key, owner)
 ) WITHOUT ROWID
 """
-_ADD = """
-INSERT INTO pending VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE
-SET owner = excluded.owner, lease_end_ms = excluded.lease_end_ms, num_bytes = excluded.num_bytes
-"""
-_CLAIM = """
-UPDATE pending SET owner = ?, lease_end_ms = ?
-WHERE key IN (SELECT key FROM pending WHERE lease_end_ms <= ? ORDER BY stop_tokens LIMIT ?)
-RETURNING key, num_bytes, stop_tokens
+_FREE = """
+SELECT key, max(num_bytes), max(stop_tokens) FROM write_backs
+GROUP BY key HAVING max(lease_end_ms) <= ? ORDER BY max(stop_tokens) LIMIT ?
 """
 
 
@@ -101,7 +96,7 @@ class SqlitePendingLog(PendingLog):
         def work() -> bool:
             try:
                 with self._database:
-                    self._database.executemany(_ADD, rows)
+                    self._database.executemany("REPLACE INTO write_backs VALUES (?, ?, ?, ?, ?)", rows)
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
                     return False
@@ -110,46 +105,55 @@ class SqlitePendingLog(PendingLog):
 
         return await self._run(work, deadline)
 
-    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
         return await self._set_end(keys, self._lease_end_ms(), deadline)
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         await self._set_end(keys, 0, deadline)
 
-    async def _set_end(self, keys: Sequence[RecordKey], end_ms: int, deadline: Deadline) -> list[bool]:
-        statement = "UPDATE pending SET lease_end_ms = ? WHERE key = ? AND owner = ?"
-
-        def work() -> list[bool]:
+    async def _set_end(self, keys: Sequence[RecordKey], end_ms: int, deadline: Deadline) -> list[int]:
+        def work() -> list[int]:
             with self._database:
-                run = self._database.execute
-                return [run(statement, (end_ms, pack_key(key), self._owner)).rowcount == 1 for key in keys]
+                return [self._set_end_of(pack_key(key), end_ms) for key in keys]
 
         return await self._run(work, deadline)
+
+    def _set_end_of(self, key: bytes, end_ms: int) -> int:
+        run = self._database.execute
+        statement = "UPDATE write_backs SET lease_end_ms = ? WHERE key = ? AND owner = ?"
+        if run(statement, (end_ms, key, self._owner)).rowcount == 0:
+            return 0
+        return int(run("SELECT count(*) FROM write_backs WHERE key = ?", (key,)).fetchone()[0])
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         rows = [(pack_key(key), self._owner) for key in keys]
 
         def work() -> None:
             with self._database:
-                self._database.executemany("DELETE FROM pending WHERE key = ? AND owner = ?", rows)
+                self._database.executemany("DELETE FROM write_backs WHERE key = ? AND owner = ?", rows)
 
         await self._run(work, deadline)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
-        arguments = (self._owner, self._lease_end_ms(), self._clock.wall_ms(), limit)
+        end_ms, now_ms = self._lease_end_ms(), self._clock.wall_ms()
 
         def work() -> list[tuple[bytes, int, int]]:
-            with self._database:
-                return self._database.execute(_CLAIM, arguments).fetchall()
+            run = self._database
+            with run:
+                free = run.execute(_FREE, (now_ms, limit)).fetchall()
+                run.executemany("DELETE FROM write_backs WHERE key = ?", [(key,) for key, _, _ in free])
+                rows = [(key, self._owner, end_ms, num_bytes, stop) for key, num_bytes, stop in free]
+                run.executemany("INSERT INTO write_backs VALUES (?, ?, ?, ?, ?)", rows)
+            return free
 
         rows = await self._run(work, deadline)
-        entries = [PendingEntry(unpack_key(key), num_bytes, stop) for key, num_bytes, stop in rows]
-        return sorted(entries, key=lambda entry: entry.stop_tokens)  # RETURNING promises no order
+        return [PendingEntry(unpack_key(key), num_bytes, stop) for key, num_bytes, stop in rows]
 
     async def totals(self, *, deadline: Deadline) -> PendingTotals:
         def work() -> tuple[int, int]:
             row: tuple[int, int] = self._database.execute(
-                "SELECT count(*), coalesce(sum(num_bytes), 0) FROM pending"
+                "SELECT count(*), coalesce(sum(num_bytes), 0)"
+                " FROM (SELECT max(num_bytes) AS num_bytes FROM write_backs GROUP BY key)"
             ).fetchone()
             return row
 
@@ -183,7 +187,7 @@ def _open(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous = NORMAL")
         with database:
             database.execute(_SCHEMA)
-            database.execute("UPDATE pending SET lease_end_ms = 0")
+            database.execute("UPDATE write_backs SET lease_end_ms = 0")
     except BaseException:
         database.close()
         raise

@@ -130,8 +130,16 @@ class Journeys:
         """What is pending over all services; between two such messages own entries are added up."""
         self._pending_bytes = totals.num_bytes
 
-    def begin(self, record: Record, *, is_short: bool = False) -> None:
-        """A write of this record to one tier is going to be made."""
+    def begin(self, record: Record, *, is_short: bool = False, in_cold: bool = False, is_promise: bool = False) -> None:
+        """A write of this record to one tier is going to be made.
+
+        Args:
+            record: Which.
+            is_short: It is not meant to reach the cold tier.
+            in_cold: The cold tier has it.
+            is_promise: Somebody will be told that the hot tier keeps it until the cold one has it: that the cold tier
+                had it before says nothing, it may have been evicted there since.
+        """
         if self._log is None:
             return
         journey = self._journeys.get(record.key)
@@ -139,6 +147,7 @@ class Journeys:
             entry = PendingEntry(record.key, record.num_bytes, record.header.span.stop)
             journey = self._journeys[record.key] = _Journey(entry, is_short)
         journey.is_short = journey.is_short and is_short
+        journey.in_cold = in_cold or (journey.in_cold and not is_promise)
         journey.num_open += 1
 
     async def note(self, key: RecordKey, deadline: Deadline, *, is_hot: bool) -> Noted:
@@ -188,7 +197,7 @@ class Journeys:
         return Noted.YES
 
     async def confirm(self, key: RecordKey, outcome: PutOutcome, deadline: Deadline) -> None:
-        """The record was written to the hot tier, or is there: if somebody has taken its entry over meanwhile, and so
+        """The record was written to the hot tier, or is there: if somebody has claimed its entry meanwhile, and so
         may have ended it before the record was there, the entry is written again."""
         journey = self._journeys.get(key)
         if self._log is None or journey is None:
@@ -235,7 +244,7 @@ class Journeys:
         except KVStoreError:  # whoever claims it when its lease has ended finishes it
             self._meters.add("pending_failures", step="end")
         journey.settling, journey.noted_at_s = None, None
-        journey.touched = journey.in_hot = journey.is_ours = False
+        journey.touched = journey.in_hot = journey.is_ours = journey.in_cold = False
         if journey.num_open == 0:
             self._journeys.pop(journey.entry.key, None)
 
@@ -256,8 +265,8 @@ class Journeys:
         # what is in the cold tier may go, whoever wrote it to the hot one: the entry that said so ends here
         may_go = [journey.entry.key for journey in done if journey.in_cold]
         short = [journey.entry.key for journey in done if journey.in_hot and not journey.in_cold]
-        if short:  # whoever has taken an entry over may have been told that the record stays
-            may_go += await self._hold(short)
+        if short:  # whoever else owns an entry, or has claimed it, may have been told that the record stays
+            may_go += [key for key, num_owners in (await self._hold(short)).items() if num_owners == 1]
         left = [journey.entry.key for journey in journeys if journey not in done]
         if may_go and self._hot is not None:
             await self._hot.allow_eviction(may_go, deadline=deadline)
@@ -268,18 +277,18 @@ class Journeys:
             await self._log.release(left, deadline=deadline)
 
     async def _look_for_others(self, journeys: Sequence[_Journey], deadline: Deadline) -> None:
-        """What we did not write may be in the hot tier all the same: then the entry that we took over is another's."""
+        """What we did not write may be in the hot tier all the same: then an entry that we claimed is another's."""
         unknown = [journey for journey in journeys if not journey.in_hot and not journey.in_cold]
         if self._hot is not None and unknown:
             sizes = await self._hot.head([journey.entry.key for journey in unknown], deadline=deadline)
             for journey, num_bytes in zip(unknown, sizes, strict=True):
                 journey.in_hot = num_bytes is not None
 
-    async def _hold(self, keys: Sequence[RecordKey]) -> set[RecordKey]:
-        """Those whose entries are ours; their leases begin anew."""
+    async def _hold(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
+        """Those whose entries are ours, and how many own each; their leases begin anew."""
         assert self._log is not None
-        are_ours = await self._log.renew(keys, deadline=self._step_deadline())
-        return {key for key, is_ours in zip(keys, are_ours, strict=True) if is_ours}
+        owners = await self._log.renew(keys, deadline=self._step_deadline())
+        return {key: num_owners for key, num_owners in zip(keys, owners, strict=True) if num_owners}
 
     async def _renew(self, log: PendingLog) -> None:
         """Keep the leases of what is under way: an outage may be longer than they are."""
@@ -291,12 +300,12 @@ class Journeys:
                 now_s = self._clock.monotonic_s()
                 keys = [journey.entry.key for journey in some]
                 try:
-                    alive = await log.renew(keys, deadline=self._step_deadline())
+                    owners = await log.renew(keys, deadline=self._step_deadline())
                 except Unavailable:
                     self._meters.add("pending_failures", step="renew")
                     break
-                for journey, is_alive in zip(some, alive, strict=True):
-                    if not is_alive:  # somebody took it over, and may end it: the next write needs one of its own
+                for journey, num_owners in zip(some, owners, strict=True):
+                    if not num_owners:  # somebody claimed it, and may end it: the next write needs one of its own
                         journey.noted_at_s = None
                     elif journey.noted_at_s is not None:
                         journey.noted_at_s = max(journey.noted_at_s, now_s)

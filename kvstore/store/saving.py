@@ -152,7 +152,7 @@ class Saver:
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
         """Write to the tier that the caller waits for, its pending entry first."""
         key, is_hot = record.key, tier is self._hot
-        self._journeys.begin(record, is_short=retention is Retention.SHORT)
+        self._journeys.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
         is_there = may_be_there = False
         try:
             noted = await self._journeys.note(key, deadline, is_hot=is_hot)

@@ -42,7 +42,6 @@ class _Job:
         arrival: Breaks ties.
         attempts: Failed writes in a row, since it came or was put aside.
         aside_at: How many records had been written when it was put aside; `None`: it was not.
-        in_cold: The cold tier has it: it was read from there.
         may_be_there: The tier may have it: a write was begun.
     """
 
@@ -52,7 +51,6 @@ class _Job:
     record: Record = field(compare=False)
     attempts: int = field(default=0, compare=False)
     aside_at: int | None = field(default=None, compare=False)
-    in_cold: bool = field(default=False, compare=False)
     may_be_there: bool = field(default=False, compare=False)
 
 
@@ -123,10 +121,8 @@ class WriteBack:
         if self.used_bytes + record.num_bytes > self._limits.write_back_bytes:
             self._drop("queue_full")
             return False
-        job = _Job(
-            self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record, in_cold=in_cold
-        )
-        self._journeys.begin(record)
+        job = _Job(self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record)
+        self._journeys.begin(record, in_cold=in_cold)
         self._num_arrived += 1
         self._pending[record.key] = job
         self.used_bytes += record.num_bytes
@@ -251,8 +247,8 @@ class WriteBack:
     def _end(self, job: _Job, *, is_written: bool = False) -> None:
         if self._pending.pop(job.record.key, None) is not None:
             self.used_bytes -= job.record.num_bytes
-            in_cold = job.in_cold or (is_written and not self._is_hot)
-            self._journeys.end(job.record.key, in_hot=self._is_hot and job.may_be_there, in_cold=in_cold)
+            in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
+            self._journeys.end(job.record.key, in_hot=in_hot, in_cold=in_cold)
         if not self._pending:
             self._empty.set()
 

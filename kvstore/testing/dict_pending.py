@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 @dataclass
 class PendingBooks:
-    """What several logs share: for each record its entry, owner and the end of the lease."""
+    """What several logs share: for each record its entry, and of each owner the end of the lease."""
 
-    entries: dict[RecordKey, tuple[PendingEntry, object, float]] = field(default_factory=dict)
+    entries: dict[RecordKey, tuple[PendingEntry, dict[object, float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,35 +57,42 @@ class DictPendingLog(PendingLog):
 
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         def work() -> bool:
-            self._books.entries.update({entry.key: (entry, self._owner, self._end_s()) for entry in entries})
+            for entry in entries:
+                _, ends_s = self._books.entries.get(entry.key, (entry, {}))
+                self._books.entries[entry.key] = (entry, {**ends_s, self._owner: self._end_s()})
             return True
 
         return await self._run("pending add", work, deadline)
 
-    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
         return await self._run("pending renew", lambda: self._set_end(keys, self._end_s()), deadline)
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         await self._run("pending release", lambda: self._set_end(keys, float("-inf")), deadline)
 
-    def _set_end(self, keys: Sequence[RecordKey], end_s: float) -> list[bool]:
-        own = [key for key in keys if self._is_own(key)]
-        self._books.entries.update({key: (*self._books.entries[key][:2], end_s) for key in own})
-        return [key in own for key in keys]
+    def _set_end(self, keys: Sequence[RecordKey], end_s: float) -> list[int]:
+        owned = [self._owned(key) for key in keys]
+        for ends_s in owned:
+            if ends_s:
+                ends_s[self._owner] = end_s
+        return [len(ends_s) for ends_s in owned]
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         def work() -> None:
-            for key in [key for key in keys if self._is_own(key)]:
-                del self._books.entries[key]
+            for key in keys:
+                if ends_s := self._owned(key):
+                    del ends_s[self._owner]
+                    if not ends_s:
+                        del self._books.entries[key]
 
         await self._run("pending finish", work, deadline)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
         def work() -> list[PendingEntry]:
             now_s = self._clock.monotonic_s()
-            free = [entry for entry, _, end_s in self._books.entries.values() if end_s <= now_s]
+            free = [entry for entry, ends_s in self._books.entries.values() if max(ends_s.values()) <= now_s]
             claimed = sorted(free, key=lambda entry: entry.stop_tokens)[:limit]
-            self._books.entries.update({entry.key: (entry, self._owner, self._end_s()) for entry in claimed})
+            self._books.entries.update({entry.key: (entry, {self._owner: self._end_s()}) for entry in claimed})
             return claimed
 
         return await self._run("pending claim", work, deadline)
@@ -93,16 +100,17 @@ class DictPendingLog(PendingLog):
     async def totals(self, *, deadline: Deadline) -> PendingTotals:
         def work() -> PendingTotals:
             held = self._books.entries.values()
-            return PendingTotals(len(held), sum(entry.num_bytes for entry, _, _ in held))
+            return PendingTotals(len(held), sum(entry.num_bytes for entry, _ in held))
 
         return await self._run("pending totals", work, deadline)
 
     async def aclose(self) -> None:
         self._closed = True
 
-    def _is_own(self, key: RecordKey) -> bool:
-        held = self._books.entries.get(key)
-        return held is not None and held[1] is self._owner
+    def _owned(self, key: RecordKey) -> dict[object, float]:
+        """When the leases end, if this owner is among the owners."""
+        _, ends_s = self._books.entries.get(key, (None, {}))
+        return ends_s if self._owner in ends_s else {}
 
     def _end_s(self) -> float:
         return self._clock.monotonic_s() + self._lease_s

@@ -88,10 +88,10 @@ class TestContract:
         await first.add(kept + lost, deadline=soon())
         for _ in range(3):
             await asyncio.sleep(LEASE_S * 0.6)
-            assert await first.renew([entry.key for entry in kept], deadline=soon()) == [True, True]
+            assert await first.renew([entry.key for entry in kept], deadline=soon()) == [1, 1]
         assert await second.claim(10, deadline=soon()) == lost
         keys = [entry.key for entry in kept + lost]
-        assert await first.renew([*keys, make_key(99)], deadline=soon()) == [True, True, False, False]
+        assert await first.renew([*keys, make_key(99)], deadline=soon()) == [1, 1, 0, 0]
 
     async def test_only_the_owner_finishes(self, shared: Shared) -> None:
         """What another claimed meanwhile stays when the former owner is done with it; it is removed by the new one."""
@@ -105,17 +105,43 @@ class TestContract:
         await second.finish([written[0].key], deadline=soon())
         assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
 
-    async def test_adding_again_takes_over(self, shared: Shared) -> None:
-        """Two owners write the same entry: it is there once, the later one's, with the later one's size."""
+    @pytest.mark.parametrize("first_ends", [True, False], ids=["the first ends first", "the second ends first"])
+    async def test_adding_again_shares(self, shared: Shared, first_ends: bool) -> None:
+        """Two owners write the same entry: it is there once, with the later one's size, until both have finished it."""
         first, second = await shared.make(), await shared.make()
         (entry,) = entries(1)
         await first.add([entry], deadline=soon())
+        assert await first.renew([entry.key], deadline=soon()) == [1]
+        await second.add([PendingEntry(entry.key, 5000, entry.stop_tokens)], deadline=soon())
         await second.add([PendingEntry(entry.key, 5000, entry.stop_tokens)], deadline=soon())
         assert await first.totals(deadline=soon()) == PendingTotals(1, 5000)
-        await first.finish([entry.key], deadline=soon())
-        assert await first.totals(deadline=soon()) == PendingTotals(1, 5000)
-        await second.finish([entry.key], deadline=soon())
+        assert await first.renew([entry.key], deadline=soon()) == [2]
+        one, other = (first, second) if first_ends else (second, first)
+        await one.finish([entry.key], deadline=soon())
+        assert await one.renew([entry.key], deadline=soon()) == [0]
+        assert await other.renew([entry.key], deadline=soon()) == [1]
+        assert (await first.totals(deadline=soon())).num_records == 1
+        await other.finish([entry.key], deadline=soon())
         assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
+
+    async def test_one_owner_of_two_dies(self, shared: Shared) -> None:
+        """What the other one finishes, or gives back, may be claimed when the lease of the dead has ended, and then
+        belongs to nobody else."""
+        dead, second, third = [await shared.make() for _ in range(3)]
+        finished, given_back = entries(1, 2)
+        keys = [finished.key, given_back.key]
+        for log in (dead, second):
+            await log.add([finished, given_back], deadline=soon())
+        await second.finish([finished.key], deadline=soon())
+        await second.release([given_back.key], deadline=soon())
+        assert await third.claim(10, deadline=soon()) == []
+        await asyncio.sleep(LEASE_S + 0.05)
+        assert await third.claim(10, deadline=soon()) == [finished, given_back]
+        assert await third.renew(keys, deadline=soon()) == [1, 1]
+        assert await dead.renew(keys, deadline=soon()) == [0, 0]
+        assert await second.renew(keys, deadline=soon()) == [0, 0]
+        await dead.finish(keys, deadline=soon())
+        assert (await third.totals(deadline=soon())).num_records == 2
 
     async def test_claims_are_limited_and_reach_everything(self, shared: Shared) -> None:
         """Two owners claim in small steps: every entry comes once, to one of them."""
@@ -151,7 +177,7 @@ class TestRedis:
                 await client.config_set("maxmemory", 1)
                 assert not await log.add(entries(9), deadline=soon())
                 keys = [entry.key for entry in written]
-                assert await log.renew(keys, deadline=soon()) == [True] * 8
+                assert await log.renew(keys, deadline=soon()) == [1] * 8
                 await log.release(keys, deadline=soon())
                 assert len(await log.claim(8, deadline=soon())) == 8
                 await log.finish(keys, deadline=soon())

@@ -11,6 +11,11 @@ from tests.simulation.world import Outcome, simulate
 
 SEED_VARIABLE = "KVSTORE_TEST_SIM_SEED"
 _TOGETHER = 20
+FOUND = {
+    433: "a record may go from Redis: the cold tier had it, until retention deleted it while its entry was being ended",
+    708: "a record may never go from Redis: of two that wrote it one ended the entry of both, the other died",
+}
+"""Seeds beyond the first that something was found with, and what."""
 
 
 def replay_command(seed: int) -> str:
@@ -31,6 +36,12 @@ def run(seeds: range) -> list[Outcome]:
 
 def _chunks(start: int, stop: int) -> list[range]:
     return [range(first, min(first + _TOGETHER, stop)) for first in range(start, stop, _TOGETHER)]
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_was_found_stays_mended(seed: int) -> None:
+    """See `FOUND`."""
+    run(range(seed, seed + 1))
 
 
 @pytest.mark.parametrize(

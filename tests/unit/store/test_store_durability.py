@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.pending_redis import RedisPendingLog
 from kvstore.catalog.pending_sqlite import SqlitePendingLog
 from kvstore.format.record import Record
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -229,6 +230,65 @@ async def test_a_short_record_that_waits_for_the_hot_tier_may_go_at_once(world: 
     assert await store.drain(soon()) == 0
     assert (world.hot.keys_allowed, world.cold.keys_put) == ([prompt.key(64)], [])
     assert await world.totals() == NOTHING
+
+
+class Held(FaultyTier):
+    """Holds up what is named, until it is let go."""
+
+    def __init__(self, inner: Tier, *held: str) -> None:
+        super().__init__(inner, name="redis")
+        self.held = held
+        self.let_go, self.written = asyncio.Event(), asyncio.Event()
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        if "put" not in self.held:
+            return await super().put(record, deadline=deadline)
+        await self.let_go.wait()
+        await super().put(record, deadline=deadline)
+        self.written.set()
+        return await asyncio.Future()  # the answer does not arrive
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        if "allow_eviction" in self.held:
+            await self.let_go.wait()
+        await super().allow_eviction(keys, deadline=deadline)
+
+
+async def test_of_two_that_write_a_record_one_dies_before_it_can_look_at_its_entry(world: World) -> None:
+    """Both wrote the entry, and one is done with it; the other wrote the record to the hot tier once more and was
+    killed before it could see whether its entry still stands: it does, and in the end the record may go."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    record = prompt.record(64, 0, 0)
+    held = Held(world.hot.inner, "put")
+    dying, other = await world.store(prompt, hot=held, lease_s=1.0), await world.store(prompt, lease_s=1.0)
+    saving = asyncio.ensure_future(dying.save(record, ack=Ack.HOT, deadline=soon()))
+    await until(lambda: world.cold.keys_put == [record.key])
+    await other.save(record, ack=Ack.COLD, deadline=soon())
+    await until(lambda: world.hot.keys_allowed == [record.key] and not len(other._saver._journeys))
+    assert (await world.totals()).num_records == 1
+    held.let_go.set()
+    await held.written.wait()
+    await world.die(dying)
+    saving.cancel()
+    await world.finished()
+    assert world.hot.keys_allowed == [record.key] * 2
+
+
+async def test_that_the_cold_tier_had_a_record_is_not_believed_later(world: World) -> None:
+    """A record reached the cold tier, and left it again while its entry was being ended. Saved once more, at hot, it
+    may not go from there: the cold tier gets it once more."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    record = prompt.record(64, 0, 0)
+    held = Held(world.hot.inner, "allow_eviction")
+    store = await world.store(prompt, hot=held)
+    await store.save(record, ack=Ack.COLD, retention=Retention.SHORT, deadline=soon())
+    assert await world.cold.delete(record.key, deadline=soon())
+    saving = asyncio.ensure_future(store.save(record, ack=Ack.HOT, deadline=soon()))
+    await asyncio.sleep(0)
+    held.let_go.set()
+    assert await saving is SaveOutcome.STORED
+    await world.finished()
+    assert await world.cold.head([record.key], deadline=soon()) != [None]
 
 
 async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: World) -> None:
