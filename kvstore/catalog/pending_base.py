@@ -59,6 +59,10 @@ class PendingLog(ABC):
         """Seconds that a claim lasts unless it is renewed."""
 
     @abstractmethod
+    def other_owner(self) -> PendingLog:
+        """The same entries, for an owner that is not this one; it ends with this log, and need not be closed."""
+
+    @abstractmethod
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         """Write entries, claimed by this owner; one that is there already becomes this owner's too.
 
@@ -75,7 +79,9 @@ class PendingLog(ABC):
 
     @abstractmethod
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """End this owner's leases now: anybody may claim those entries that nobody else owns."""
+        """Own entries no more, and let them stand: anybody may claim those that nobody has a lease on. What this owner
+        adds and finishes from now on leaves them there.
+        """
 
     @abstractmethod
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:

@@ -19,6 +19,7 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar, cast
 
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -44,7 +45,12 @@ _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] /
 # Scripts that free memory, or change nothing in it, run on a full server too: else nothing would ever leave it.
 _ALWAYS = "#!lua flags=allow-oom\n"
 
+# `nobody` stands among the owners of what one of them has given back.
 _OWNERS = """
+local nobody = string.rep('\\0', 16)
+local function with_owners(facts, owners)
+  return string.sub(owners, 1, 16) .. string.sub(facts, 17, 28) .. string.sub(owners, 17)
+end
 local function owners_of(facts) return string.sub(facts, 1, 16) .. string.sub(facts, 29) end
 local function without(owners, owner)
   local kept = ''
@@ -97,30 +103,47 @@ return answers
 """
 )
 
-_LEAVE = (
+_FINISH = (
     _ALWAYS
     + _NOW
     + _OWNERS
     + """
 local removed = 0
-for i = 3, #ARGV do
+for i = 2, #ARGV do
   local facts = redis.call('HGET', KEYS[2], ARGV[i])
   local owners = facts and owners_of(facts) or ''
   local others = without(owners, ARGV[1])
-  if #others == #owners then
-    -- not ours
-  elseif #others > 0 then
-    facts = string.sub(others, 1, 16) .. string.sub(facts, 17, 28) .. string.sub(others, 17)
-    redis.call('HSET', KEYS[2], ARGV[i], facts)
-  elseif ARGV[2] == 'finish' then
-    removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
-    redis.call('HDEL', KEYS[2], ARGV[i])
-    redis.call('ZREM', KEYS[1], ARGV[i])
-  else
-    redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i])
+  if #others < #owners then
+    if #others > 0 then
+      redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others))
+      if others == nobody then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
+    else
+      removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
+      redis.call('HDEL', KEYS[2], ARGV[i])
+      redis.call('ZREM', KEYS[1], ARGV[i])
+    end
   end
 end
 if removed > 0 then redis.call('DECRBY', KEYS[3], string.format('%d', removed)) end
+return 1
+"""
+)
+
+_RELEASE = (
+    _ALWAYS
+    + _NOW
+    + _OWNERS
+    + """
+for i = 2, #ARGV do
+  local facts = redis.call('HGET', KEYS[2], ARGV[i])
+  local owners = facts and owners_of(facts) or ''
+  local others = without(owners, ARGV[1])
+  if #others < #owners then
+    others = without(others, nobody)
+    redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others .. nobody))
+    if #others == 0 then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
+  end
+end
 return 1
 """
 )
@@ -160,7 +183,7 @@ class RedisPendingLog(PendingLog):
     def __init__(self, client: Any, scope: str, *, lease_s: float) -> None:
         self._client = client
         self._root = f"kvstore:pending:{hashlib.sha256(scope.encode()).hexdigest()[:12]}"
-        self._owner = secrets.token_bytes(_OWNER_BYTES)  # random: two owners must never be taken for one
+        self._owner = _new_owner()
         self._lease_s = lease_s
         self._calls = asyncio.Semaphore(_CALLS_MAX)
         self._next_shard = self._owner[0] % NUM_SHARDS
@@ -168,6 +191,11 @@ class RedisPendingLog(PendingLog):
     @property
     def lease_s(self) -> float:
         return self._lease_s
+
+    def other_owner(self) -> RedisPendingLog:
+        other = copy(self)
+        other._owner = _new_owner()
+        return other
 
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         by_shard: dict[int, list[bytes | int]] = {}
@@ -194,14 +222,14 @@ class RedisPendingLog(PendingLog):
         return [owners[key] for key in keys]
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._leave(keys, b"finish", deadline, "removing pending entries")
+        await self._leave(_FINISH, keys, deadline, "removing pending entries")
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._leave(keys, b"release", deadline, "giving pending entries back")
+        await self._leave(_RELEASE, keys, deadline, "giving pending entries back")
 
-    async def _leave(self, keys: Sequence[RecordKey], how: bytes, deadline: Deadline, what: str) -> None:
+    async def _leave(self, script: str, keys: Sequence[RecordKey], deadline: Deadline, what: str) -> None:
         by_shard = _by_shard(keys)
-        calls = [self._run(_LEAVE, shard, self._owner, how, *map(pack_key, keys)) for shard, keys in by_shard.items()]
+        calls = [self._run(script, shard, self._owner, *map(pack_key, keys)) for shard, keys in by_shard.items()]
         await _all(calls, deadline, what)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
@@ -267,6 +295,10 @@ async def _all(calls: Sequence[Awaitable[T]], deadline: Deadline, what: str) -> 
         if isinstance(answer, BaseException):
             raise answer
     return cast("list[T]", answers)
+
+
+def _new_owner() -> bytes:
+    return secrets.token_bytes(_OWNER_BYTES)  # random: two owners must never be taken for one
 
 
 def _shard(key: RecordKey) -> int:

@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ CREATE TABLE IF NOT EXISTS write_backs (
     num_bytes INTEGER NOT NULL, stop_tokens INTEGER NOT NULL, PRIMARY KEY (key, owner)
 ) WITHOUT ROWID
 """
+_NOBODY = bytes(16)
+"""The owner of what somebody has given back."""
 _FREE = """
 SELECT key, max(num_bytes), max(stop_tokens) FROM write_backs
 GROUP BY key HAVING max(lease_end_ms) <= ? ORDER BY max(stop_tokens) LIMIT ?
@@ -89,6 +92,11 @@ class SqlitePendingLog(PendingLog):
     def lease_s(self) -> float:
         return self._lease_s
 
+    def other_owner(self) -> SqlitePendingLog:
+        other = copy(self)
+        other._owner = secrets.token_bytes(16)
+        return other
+
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         end_ms = self._lease_end_ms()
         rows = [(pack_key(e.key), self._owner, end_ms, e.num_bytes, e.stop_tokens) for e in entries]
@@ -106,24 +114,30 @@ class SqlitePendingLog(PendingLog):
         return await self._run(work, deadline)
 
     async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
-        return await self._set_end(keys, self._lease_end_ms(), deadline)
+        end_ms = self._lease_end_ms()
 
-    async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._set_end(keys, 0, deadline)
-
-    async def _set_end(self, keys: Sequence[RecordKey], end_ms: int, deadline: Deadline) -> list[int]:
         def work() -> list[int]:
             with self._database:
-                return [self._set_end_of(pack_key(key), end_ms) for key in keys]
+                return [self._renew_one(pack_key(key), end_ms) for key in keys]
 
         return await self._run(work, deadline)
 
-    def _set_end_of(self, key: bytes, end_ms: int) -> int:
+    def _renew_one(self, key: bytes, end_ms: int) -> int:
         run = self._database.execute
         statement = "UPDATE write_backs SET lease_end_ms = ? WHERE key = ? AND owner = ?"
         if run(statement, (end_ms, key, self._owner)).rowcount == 0:
             return 0
         return int(run("SELECT count(*) FROM write_backs WHERE key = ?", (key,)).fetchone()[0])
+
+    async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        statement = "UPDATE OR REPLACE write_backs SET owner = ?, lease_end_ms = 0 WHERE key = ? AND owner = ?"
+        rows = [(_NOBODY, pack_key(key), self._owner) for key in keys]
+
+        def work() -> None:
+            with self._database:
+                self._database.executemany(statement, rows)
+
+        await self._run(work, deadline)
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         rows = [(pack_key(key), self._owner) for key in keys]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,12 @@ async def _run(
     settings: Settings, locations: Locations, remembered: _Remembered, *, quiet: bool
 ) -> dict[str, ReindexReport]:
     reports = {}
-    async with open_catalog(settings) as catalog:
+    async with AsyncExitStack() as stack:
+        catalog = await stack.enter_async_context(open_catalog(settings))
+        tiers = {
+            level: await stack.enter_async_context(open_tier(location, settings))
+            for level, location in locations.items()
+        }
         for level, location in locations.items():
             if remembered.is_done(level):
                 typer.echo(f"{location}: done by a run that was interrupted behind it", err=True)
@@ -72,23 +78,27 @@ async def _run(
                 typer.echo(
                     f"{location}: goes on behind {num_records:,} records of a run that was interrupted", err=True
                 )
-            async with open_tier(location, settings) as tier:
-                with _bar(quiet=quiet) as progress:
-                    report = await _one(catalog, tier, level, remembered, _shower(progress, str(location)))
-            reports[str(location)] = report
+            with _bar(quiet=quiet) as progress:
+                reports[str(location)] = await _one(catalog, tiers, level, remembered, _shower(progress, str(location)))
             remembered.finish(level)
         await catalog.set_complete(True, deadline=Deadline.after(_CALL_S))
     return reports
 
 
 async def _one(
-    catalog: Catalog, tier: Tier, level: Level, remembered: _Remembered, show: Callable[[ReindexReport], None]
+    catalog: Catalog,
+    tiers: Mapping[Level, Tier],
+    level: Level,
+    remembered: _Remembered,
+    show: Callable[[ReindexReport], None],
 ) -> ReindexReport:
+    others = [tier for at, tier in tiers.items() if at is not level]
+
     def tell(report: ReindexReport) -> None:
         remembered.save(level, report.num_records)
         show(report)
 
-    return await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, tell=tell)
+    return await reindex_level(catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, tell=tell)
 
 
 def _shower(progress: Progress, location: str) -> Callable[[ReindexReport], None]:

@@ -34,7 +34,8 @@ class Finisher:
     """Claims entries whose leases have ended, few at a time, and brings their records to the cold tier.
 
     Args:
-        log: Where entries stand.
+        log: Where entries stand. Its owner is nobody else: whoever writes a record anew, here too, has an entry of its
+            own beside one that is being finished.
         hot: Where their records are, if there is such a tier.
         cold: Where they belong.
         recorder: The way to the catalog, which the dead may not have told of what they had written.
@@ -129,8 +130,7 @@ class Finisher:
             elif self._hot is not None and outcome != "lost":
                 await self._hot.allow_eviction([key], deadline=deadline)
                 await self._tell(self._hot, Level.HOT, entry, deadline)
-            if key not in self._journeys:  # else we write it again ourselves, and need the entry until then
-                await self._log.finish([key], deadline=deadline)
+            await self._log.finish([key], deadline=deadline)
         except Unavailable:
             self._meters.add("pending_failures", step="finish")
             return False

@@ -117,10 +117,6 @@ class Journeys:
         """Records under way."""
         return len(self._journeys)
 
-    def __contains__(self, key: RecordKey) -> bool:
-        """Whether a record is under way: then its entry ends with its journey."""
-        return key in self._journeys
-
     @property
     def is_over_limit(self) -> bool:
         """More is pending, over all services, than the limit allows: what is not begun yet should not be."""
@@ -256,7 +252,6 @@ class Journeys:
         """End entries by where their records are now."""
         assert self._log is not None
         deadline = self._step_deadline()
-        await self._look_for_others(journeys, deadline)
         done = [
             journey
             for journey in journeys
@@ -275,14 +270,6 @@ class Journeys:
         if left:  # the hot tier has them and the cold tier does not: any service that has time takes them from there
             self._meters.add("pending_left", len(left))
             await self._log.release(left, deadline=deadline)
-
-    async def _look_for_others(self, journeys: Sequence[_Journey], deadline: Deadline) -> None:
-        """What we did not write may be in the hot tier all the same: then an entry that we claimed is another's."""
-        unknown = [journey for journey in journeys if not journey.in_hot and not journey.in_cold]
-        if self._hot is not None and unknown:
-            sizes = await self._hot.head([journey.entry.key for journey in unknown], deadline=deadline)
-            for journey, num_bytes in zip(unknown, sizes, strict=True):
-                journey.in_hot = num_bytes is not None
 
     async def _hold(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
         """Those whose entries are ours, and how many own each; their leases begin anew."""

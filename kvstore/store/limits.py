@@ -36,6 +36,7 @@ class StoreLimits:
         backoff_s_max: The longest pause; so long after its return a tier is written to again at the latest.
         drain_timeout_s: `aclose` gives the write-back this long.
         cold_probes: Heads per round of questions to the cold tier. Fewer cost less and take more rounds.
+        manifest_look_s: So often the hot tier is asked whether it still has all manifests; it gets again what it lacks.
         absent_s: A record that turned out to be missing is not asked for again for so long.
     """
 
@@ -58,4 +59,5 @@ class StoreLimits:
     backoff_s_max: float = 2.0
     drain_timeout_s: float = 5.0
     cold_probes: int = 16
+    manifest_look_s: float = 15.0
     absent_s: float = 60.0

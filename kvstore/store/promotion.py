@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.api import PrefixQuery, Progress
@@ -158,7 +158,9 @@ class Promotion:
                 bits[index] &= ~(1 << group)
 
     def _plan(self, run: _Run, presence: Presence, bits: Sequence[int]) -> list[_Wanted]:
-        """The records of the longest resume point that this node can hold, and that are not pinned yet."""
+        """The records of the longest resume point that this node can hold, and that are not pinned yet. What is pinned
+        and of no use for it is let go: it takes the place of what is.
+        """
         query, layout = presence.query, presence.layout
         group_bytes = [
             group.num_slices * (presence.mean_bytes(index, _UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
@@ -171,15 +173,18 @@ class Promotion:
         tokens = [boundary.tokens for boundary in query.boundaries]
         index_of = {count: index for index, count in enumerate(tokens)}
         wanted: list[_Wanted] = []
+        useful: set[RecordKey] = set()
         for needed in records_to_resume(
             layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens
         ):
             probe = (index_of[needed.tokens], needed.group)
             size_bytes = presence.mean_bytes(needed.group, _UNKNOWN_BYTES)
             for slice_, key in enumerate(presence.keys(probe)):
+                useful.add(key)
                 if key not in run.pins:
                     places = self._places(presence, probe, slice_)
                     wanted.append(_Wanted(key, probe, needed.tokens, places, size_bytes))
+        run.drop_pins(self._memory, but=useful)
         return wanted
 
     def _places(self, presence: Presence, probe: Probe, slice_: int) -> tuple[Tier, ...]:
@@ -314,7 +319,6 @@ class _Run:
 
     Attributes:
         pins: What it holds so far.
-        held: The same by probe, as bits of slices.
         sources: Tier of each held record.
         pinned_bytes: What its pins added to the memory tier's pinned bytes.
         waiting: Keys that it still waits for.
@@ -324,7 +328,6 @@ class _Run:
     layout: Layout
     progress: Progress | None
     pins: dict[RecordKey, Pin] = field(default_factory=dict)
-    held: dict[Probe, int] = field(default_factory=dict)
     sources: dict[RecordKey, str] = field(default_factory=dict)
     pinned_bytes: int = 0
     waiting: set[RecordKey] = field(default_factory=set)
@@ -346,22 +349,27 @@ class _Run:
 
     def hold(self, item: _Wanted, pin: Pin, source: str, added_bytes: int) -> None:
         self.pins[item.key] = pin
-        self.held[item.probe] = self.held.get(item.probe, 0) | 1 << item.key.slice
         self.sources[item.key] = source
         self.pinned_bytes += added_bytes
         self._num_bytes += pin.records[0].num_bytes
         if self.progress is not None:
             self.progress(self._num_bytes)
 
-    def drop_pins(self, memory: MemoryTier) -> None:
-        for pin in self.pins.values():
-            memory.unpin(pin)
-        self.pins.clear()
+    def drop_pins(self, memory: MemoryTier, *, but: Collection[RecordKey] = ()) -> None:
+        before_bytes = memory.pinned_bytes
+        for key in [key for key in self.pins if key not in but]:
+            memory.unpin(self.pins.pop(key))
+        self.pinned_bytes -= before_bytes - memory.pinned_bytes
 
     def settle(self, memory: MemoryTier) -> Holding:
         """Keep the pins of the longest resume point that is wholly here; let the others go."""
         bits = [0] * len(self.query.boundaries)
-        for (index, group), slices in self.held.items():
+        index_of = {boundary.prefix: index for index, boundary in enumerate(self.query.boundaries)}
+        held: dict[Probe, int] = {}
+        for key in self.pins:
+            probe = (index_of[key.prefix], key.group)
+            held[probe] = held.get(probe, 0) | 1 << key.slice
+        for (index, group), slices in held.items():
             if slices == (1 << self.layout.groups[group].num_slices) - 1:
                 bits[index] |= 1 << group
         tokens = [boundary.tokens for boundary in self.query.boundaries]

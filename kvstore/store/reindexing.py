@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar, cast
 
@@ -13,6 +13,7 @@ from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, Tier
@@ -64,6 +65,7 @@ async def reindex_level(
     level: Level,
     *,
     clock: Clock,
+    manifests: Sequence[Tier] = (),
     tell: Callable[[ReindexReport], None] = lambda report: None,
 ) -> ReindexReport:
     """Tell the catalog of every record of a tier that it lacks, and take off what is not there. Services may go on
@@ -78,19 +80,20 @@ async def reindex_level(
         tier: What to walk over.
         level: What the tier is to the catalog.
         clock: For deadlines, and for what was used since.
+        manifests: Further tiers to ask for a manifest that this one lacks, as a Redis after FLUSHALL does.
         tell: Called with the report so far, after every few records that the catalog was told of.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row: run it again, it goes on.
     """
-    walk = _Walk(catalog, tier, level, clock=clock)
+    walk = _Walk(catalog, tier, level, [tier, *manifests], clock=clock)
     started_s = clock.wall_ms() // 1000
     async for entry in tier.scan():
         if await walk.see(entry):
             await walk.flush()
             tell(walk.report)
     await walk.flush()
-    for namespace in walk.known:
+    for namespace in await walk.namespaces():
         await walk.sweep(namespace, started_s)
     tell(walk.report)
     return walk.report
@@ -116,11 +119,11 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
 class _Walk:
     """One run over one level."""
 
-    def __init__(self, catalog: Catalog, tier: Tier, level: Level, *, clock: Clock) -> None:
+    def __init__(self, catalog: Catalog, tier: Tier, level: Level, manifests: Sequence[Tier], *, clock: Clock) -> None:
         self.report = ReindexReport()
-        self.known: dict[NamespaceId, bool] = {}
+        self._known: dict[NamespaceId, bool] = {}
         self._catalog = catalog
-        self._tier = tier
+        self._manifests = manifests
         self._level = level
         self._clock = clock
         self._seen: Seen = {}
@@ -131,7 +134,11 @@ class _Walk:
         key, report = entry.key, self.report
         report.num_records += 1
         report.num_bytes += entry.num_bytes
-        if not await self._register(key.namespace):
+        if key.namespace not in self._known:
+            report.namespaces.append(key.namespace.hex())
+            if not await self._is_known(key.namespace):
+                report.unknown_namespaces.append(key.namespace.hex())
+        if not self._known[key.namespace]:
             report.num_unknown += 1
             return False
         groups = self._seen.setdefault((key.namespace, key.prefix), {})
@@ -168,9 +175,14 @@ class _Walk:
     async def _look_up(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> EntryTable:
         return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
+    async def namespaces(self) -> list[NamespaceId]:
+        """Those that were met, and those of which nothing was met though the catalog may tell of them."""
+        told = await self._patiently(lambda deadline: self._catalog.namespaces(deadline=deadline))
+        return list(dict.fromkeys([*self._known, *told]))
+
     async def sweep(self, namespace: NamespaceId, started_s: int) -> None:
         """Take off what the catalog tells of a level and the walk did not see, and set bytes right."""
-        if not self.known[namespace]:
+        if not await self._is_known(namespace):
             return
         found = _Corrections()
         async for entry in self._catalog.iterate(namespace):
@@ -189,25 +201,29 @@ class _Walk:
         self.report.num_stale += len(found.removals) - len(found.additions)
         self.report.num_resized += len(found.additions)
 
-    async def _register(self, namespace: NamespaceId) -> bool:
+    async def _is_known(self, namespace: NamespaceId) -> bool:
         """Whether the namespace's manifest could be read, and so the catalog knows its layout."""
-        if namespace not in self.known:
-            manifest = await self._patiently(lambda deadline: self._tier.get_manifest(namespace, deadline=deadline))
-            try:
-                described = parse_manifest(manifest, namespace) if manifest is not None else None
-                layout = described.layout() if described is not None else None
-            except (CorruptRecord, UnsupportedFormat, InvalidRequest):
-                described = layout = None
-            self.known[namespace] = layout is not None
-            self.report.namespaces.append(namespace.hex())
-            if described is None or layout is None:
-                self.report.unknown_namespaces.append(namespace.hex())
-            else:
-                tenant = described.tenant
+        if namespace not in self._known:
+            described = await self._description(namespace)
+            if described is not None:
+                layout, tenant = described.layout(), described.tenant
                 await self._patiently(
                     lambda deadline: self._catalog.register(namespace, layout, tenant, deadline=deadline)
                 )
-        return self.known[namespace]
+            self._known[namespace] = described is not None
+        return self._known[namespace]
+
+    async def _description(self, namespace: NamespaceId) -> NamespaceDescription | None:
+        for tier in self._manifests:
+            manifest = await self._patiently(
+                lambda deadline, at=tier: at.get_manifest(namespace, deadline=deadline)  # type: ignore[misc]
+            )
+            with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
+                if manifest is not None:
+                    described = parse_manifest(manifest, namespace)
+                    described.layout()
+                    return described
+        return None
 
     async def _patiently(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
         for attempt in range(_ATTEMPTS):

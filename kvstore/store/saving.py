@@ -79,7 +79,7 @@ class Saver:
         self._queues = [(tier, self._queue(tier)) for tier in (hot, cold) if tier is not None]
         if log is not None and cold is not None:
             finisher = Finisher(
-                log,
+                log.other_owner(),
                 hot,
                 cold,
                 recorder=recorder,

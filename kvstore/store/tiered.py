@@ -11,7 +11,7 @@ from dataclasses import asdict
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.catalog.pending_base import PendingLog
-from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
@@ -27,6 +27,7 @@ from kvstore.store.admission import check_key, check_sizes
 from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
+from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
@@ -83,7 +84,6 @@ class TieredStore(PageStore):
         self._clock = clock
         self._background = Background("store")
         self._namespaces: OrderedDict[NamespaceId, Layout] = OrderedDict()
-        self._manifests_kept: set[tuple[NamespaceId, str]] = set()
         self._leases = LeaseTable(memory, clock, lease_s=self.limits.lease_s, leases_max=self.limits.leases_max)
         self._absent = AbsentKeys(clock)
         self._saver = Saver(
@@ -94,6 +94,15 @@ class TieredStore(PageStore):
             recorder=recorder,
             check_open=self._check_open,
             absent=self._absent,
+            background=self._background,
+            meters=self.meters,
+            limits=self.limits,
+            clock=clock,
+        )
+        self._manifests = Manifests(
+            hot,
+            cold,
+            recorder,
             background=self._background,
             meters=self.meters,
             limits=self.limits,
@@ -139,21 +148,8 @@ class TieredStore(PageStore):
         self._namespaces[namespace] = layout
         if self._recorder is not None:
             self._recorder.register(namespace, layout, description.tenant)
-        manifest = pack_manifest(description)
-        for tier in self._slower:
-            if (namespace, tier.name) not in self._manifests_kept:
-                self._background.spawn(self._keep_manifest(tier, namespace, manifest), f"manifest to {tier.name}")
+        self._manifests.open(namespace, pack_manifest(description))
         return namespace
-
-    async def _keep_manifest(self, tier: Tier, namespace: NamespaceId, manifest: bytes) -> None:
-        """Best effort: a manifest explains records, nothing depends on it, and the next engine tries again."""
-        deadline = Deadline.after(self.limits.write_back_timeout_s, self._clock)
-        try:
-            await tier.put_manifest(namespace, manifest, deadline=deadline)
-        except KVStoreError:
-            self.meters.add("manifest_failures", tier=tier.name)
-        else:
-            self._manifests_kept.add((namespace, tier.name))
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         layout = self._layout(query.namespace)

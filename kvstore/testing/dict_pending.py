@@ -19,6 +19,10 @@ __all__ = ["DictOwnership", "DictPendingLog", "LeaseBooks", "PendingBooks"]
 T = TypeVar("T")
 
 
+_NOBODY = "nobody"
+"""The owner of what somebody has given back."""
+
+
 @dataclass
 class PendingBooks:
     """What several logs share: for each record its entry, and of each owner the end of the lease."""
@@ -55,6 +59,9 @@ class DictPendingLog(PendingLog):
     def lease_s(self) -> float:
         return self._lease_s
 
+    def other_owner(self) -> DictPendingLog:
+        return DictPendingLog(self._books, lease_s=self._lease_s, clock=self._clock, ask=self._ask)
+
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         def work() -> bool:
             for entry in entries:
@@ -65,17 +72,23 @@ class DictPendingLog(PendingLog):
         return await self._run("pending add", work, deadline)
 
     async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
-        return await self._run("pending renew", lambda: self._set_end(keys, self._end_s()), deadline)
+        def work() -> list[int]:
+            owned = [self._owned(key) for key in keys]
+            for ends_s in owned:
+                if ends_s:
+                    ends_s[self._owner] = self._end_s()
+            return [len(ends_s) for ends_s in owned]
+
+        return await self._run("pending renew", work, deadline)
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._run("pending release", lambda: self._set_end(keys, float("-inf")), deadline)
+        def work() -> None:
+            for key in keys:
+                if ends_s := self._owned(key):
+                    del ends_s[self._owner]
+                    ends_s[_NOBODY] = float("-inf")
 
-    def _set_end(self, keys: Sequence[RecordKey], end_s: float) -> list[int]:
-        owned = [self._owned(key) for key in keys]
-        for ends_s in owned:
-            if ends_s:
-                ends_s[self._owner] = end_s
-        return [len(ends_s) for ends_s in owned]
+        await self._run("pending release", work, deadline)
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         def work() -> None:

@@ -143,6 +143,27 @@ class TestContract:
         await dead.finish(keys, deadline=soon())
         assert (await third.totals(deadline=soon())).num_records == 2
 
+    async def test_what_was_given_back_stands(self, shared: Shared) -> None:
+        """One of two owners gives an entry back, and then writes and finishes it once more; the other finishes it too:
+        it stands, and can be claimed. So it is with owners in one process."""
+        first = await shared.make()
+        second, third = first.other_owner(), first.other_owner()
+        (entry,) = entries(1)
+        for log in (first, second):
+            await log.add([entry], deadline=soon())
+        await first.release([entry.key], deadline=soon())
+        assert await first.renew([entry.key], deadline=soon()) == [0]
+        assert await third.claim(10, deadline=soon()) == []
+        await first.add([entry], deadline=soon())
+        assert await first.renew([entry.key], deadline=soon()) == [3]
+        await first.finish([entry.key], deadline=soon())
+        assert await third.claim(10, deadline=soon()) == []
+        await second.finish([entry.key], deadline=soon())
+        assert await third.claim(10, deadline=soon()) == [entry]
+        assert await third.renew([entry.key], deadline=soon()) == [1]
+        await first.finish([entry.key], deadline=soon())
+        assert await first.totals(deadline=soon()) == PendingTotals(1, entry.num_bytes)
+
     async def test_claims_are_limited_and_reach_everything(self, shared: Shared) -> None:
         """Two owners claim in small steps: every entry comes once, to one of them."""
         first, second = await shared.make(), await shared.make()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _REST_S = 240.0
 _SAMPLED_S = 60.0
 """The sampler's patience, and its way once round a Redis."""
+_RECONCILED_S = 60.0
 _OVER_BUDGET = 1.05
 
 
@@ -45,13 +46,17 @@ async def settle(world: World) -> None:
         if deployment.clock.monotonic_s() - began_s > _REST_S:
             world.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
             return
-    if Loss.CATALOG in world.losses:
+    lost_manifests = not deployment.cold.manifests.keys() <= deployment.hot.manifests.keys()
+    if Loss.CATALOG in world.losses or lost_manifests:
         await asyncio.sleep(_SAMPLED_S)
         _redis_tells_of_its_records(world)
     if not deployment.books.catalog.complete:
         await _reindex(world)
     # leases end and are swept, those of dead owners as well, and retention does what it then may
     await asyncio.sleep(3.0 + OWNER_LEASE_S + world.plan.sizes.limits.lease_s)
+    rested_s = deployment.clock.monotonic_s()
+    while _told_and_lost(world) and deployment.clock.monotonic_s() - rested_s < _RECONCILED_S:
+        await asyncio.sleep(1.0)  # a look that a fault held up is made again after as long a pause
     world.trace.add("WORLD", "rests")
 
 
@@ -61,11 +66,10 @@ async def _reindex(world: World) -> None:
     to_redis, to_s3 = Link(process, deployment.redis), Link(process, deployment.s3)
     clock, suspect = deployment.clock, world.oracle.suspect
     catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=to_redis)
-    for level, tier in (
-        (Level.HOT, SimulatedTier("redis", deployment.hot, to_redis, clock, suspect)),
-        (Level.COLD, SimulatedTier("s3", deployment.cold, to_s3, clock, suspect)),
-    ):
-        report = await reindex_level(catalog, tier, level, clock=clock)
+    hot = SimulatedTier("redis", deployment.hot, to_redis, clock, suspect)
+    cold = SimulatedTier("s3", deployment.cold, to_s3, clock, suspect)
+    for level, tier, to_ask in ((Level.HOT, hot, cold), (Level.COLD, cold, hot)):
+        report = await reindex_level(catalog, tier, level, clock=clock, manifests=[to_ask])
         world.trace.add(
             "WORLD", f"{tier.name} is reindexed: {report.num_records} records, {report.num_unknown} unknown"
         )
@@ -89,8 +93,24 @@ def _redis_tells_of_its_records(world: World) -> None:
             world.oracle.violate("redis has a record, and the catalog was never told", key)
 
 
+def _the_manifests_are_in_redis(world: World) -> None:
+    """All that anybody has: those of the cold tier, and of what is open in a service."""
+    deployment = world.deployment
+    there = {*deployment.cold.manifests, *(one for service in world.services for one in service.store._namespaces)}
+    for namespace in there.difference(deployment.hot.manifests):
+        world.oracle.violate(f"redis lacks a manifest that there is: {namespace.hex()}")
+
+
+def _told_and_lost(world: World) -> set[RecordKey]:
+    """Records that Redis let go and the catalog still tells of. But for those of a namespace whose only manifest was
+    lost, and that no service has open: nobody can read its entries.
+    """
+    hot = world.deployment.hot
+    return {key for key in _told(world, Level.HOT).difference(hot.records) if key.namespace in hot.manifests}
+
+
 def _the_catalog_tells_of_nothing_lost(world: World) -> None:
-    for key in _told(world, Level.HOT).difference(world.deployment.hot.records):
+    for key in _told_and_lost(world):
         world.oracle.violate("redis let a record go, and the catalog still tells of it", key)
 
 
@@ -111,6 +131,7 @@ async def check_at_rest(world: World) -> None:
         world.watch(service).look_at_rest()
     _promises_are_in_the_cold_tier(world)
     _redis_may_evict_everything(world)
+    _the_manifests_are_in_redis(world)
     _the_catalog_tells_of_nothing_lost(world)
     _the_cold_tier_is_within_its_budget(world)
     world.oracle.check()

@@ -14,6 +14,7 @@ _TOGETHER = 20
 FOUND = {
     433: "a record may go from Redis: the cold tier had it, until retention deleted it while its entry was being ended",
     708: "a record may never go from Redis: of two that wrote it one ended the entry of both, the other died",
+    734: "the catalog tells of what Redis let go: nobody had written the namespace's manifest there again",
 }
 """Seeds beyond the first that something was found with, and what."""
 

@@ -157,6 +157,18 @@ class TestPromotion:
             await store.release(staged.lease)
             assert (await stage(store, other)).resume_tokens == 192
 
+    async def test_what_a_longer_hit_held_makes_room_for_a_shorter_one(self) -> None:
+        """Room for the 7 records of the whole prompt, of which the last turns out to be gone: the states of the page
+        before, which nobody wanted until then, take the place of those that are of no use any more."""
+        prompt, cold = Prompt(HYBRID, "a", 128, payload_bytes=100_000), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.lost.add(prompt.key(128, 1, 2))
+        async with opened(prompt, cold=cold, limits=replace(LIMITS, stage_bytes=750_000)) as store:
+            staged = await stage(store, prompt)
+            assert cold.calls["get"] == 10
+            assert (staged.resume_tokens, len(staged.keys)) == (64, 5)
+            assert store._memory.pinned_bytes < 550_000
+
     async def test_hot_that_hangs_leaves_time_for_cold(self) -> None:
         """Both tiers have the prompt; hot answers heads but its gets hang: the stage falls back to cold."""
         prompt, hot, cold = Prompt(ATTENTION, "a", 128), slow_tier("redis"), slow_tier("s3")

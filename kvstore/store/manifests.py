@@ -1,0 +1,111 @@
+"""Manifests beside the records of each slower tier: written when a namespace is opened, and again where one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+
+from kvstore.errors import KVStoreError
+from kvstore.model.keys import NamespaceId
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.limits import StoreLimits
+from kvstore.store.recorder import Recorder
+from kvstore.tiers.base import Tier
+
+__all__ = ["Manifests"]
+
+
+class Manifests:
+    """Best effort: a manifest explains records to whoever has not opened their namespace, as a reindex. Loads and saves
+    do not depend on it.
+
+    Args:
+        hot: A tier that may lose its manifests with all else, as by FLUSHALL, if there is one.
+        cold: Keeps them; where the hot tier has lost one that nobody has open here, it is copied from there.
+        recorder: The way to the catalog, which tells of namespaces.
+        background: Owns tasks.
+        meters: Where to count.
+        limits: Times.
+        clock: For deadlines.
+    """
+
+    def __init__(
+        self,
+        hot: Tier | None,
+        cold: Tier | None,
+        recorder: Recorder | None,
+        *,
+        background: Background,
+        meters: Meters,
+        limits: StoreLimits,
+        clock: Clock,
+    ) -> None:
+        self._hot = hot
+        self._cold = cold
+        self._recorder = recorder
+        self._background = background
+        self._meters = meters
+        self._limits = limits
+        self._clock = clock
+        self._open: dict[NamespaceId, bytes] = {}
+        self._kept: set[tuple[NamespaceId, str]] = set()
+        if hot is not None or cold is not None:
+            background.spawn(self._run(), "manifests")
+
+    def open(self, namespace: NamespaceId, manifest: bytes) -> None:
+        """A namespace was opened: its manifest is going to stand in each tier."""
+        self._open[namespace] = manifest
+        for tier in (self._hot, self._cold):
+            if tier is not None and (namespace, tier.name) not in self._kept:
+                self._background.spawn(self._keep(tier, namespace), f"manifest to {tier.name}")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.manifest_look_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Write again what could not be written, and what the hot tier has lost."""
+        if self._cold is not None:
+            for namespace in list(self._open):
+                if (namespace, self._cold.name) not in self._kept:
+                    await self._keep(self._cold, namespace)
+        if self._hot is not None:
+            for namespace in await self._told_of():
+                await self._restore(self._hot, namespace)
+
+    async def _keep(self, tier: Tier, namespace: NamespaceId) -> None:
+        try:
+            await tier.put_manifest(namespace, self._open[namespace], deadline=self._deadline())
+        except KVStoreError:
+            self._meters.add("manifest_failures", tier=tier.name)
+        else:
+            self._kept.add((namespace, tier.name))
+
+    async def _told_of(self) -> Iterable[NamespaceId]:
+        """Those open here, and all that the catalog tells of."""
+        told = dict.fromkeys(self._open)
+        if self._recorder is not None:
+            with suppress(KVStoreError):  # the next look asks again
+                told |= dict.fromkeys(await self._recorder.catalog.namespaces(deadline=self._deadline()))
+        return told
+
+    async def _restore(self, hot: Tier, namespace: NamespaceId) -> None:
+        deadline = self._deadline()
+        try:
+            if await hot.get_manifest(namespace, deadline=deadline) is not None:
+                return
+            manifest = self._open.get(namespace)
+            if manifest is None and self._cold is not None:
+                manifest = await self._cold.get_manifest(namespace, deadline=deadline)
+            if manifest is not None:
+                await hot.put_manifest(namespace, manifest, deadline=deadline)
+        except KVStoreError:
+            self._meters.add("manifest_failures", tier=hot.name)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._limits.write_back_timeout_s, self._clock)
