@@ -29,7 +29,7 @@ for _ in sys.stdin:
         os.dup2(source, number)
     os._exit(main(sys.argv[2:]))
 """
-_END_S = 10.0
+_END_S = 60.0
 
 
 class ForkedService:

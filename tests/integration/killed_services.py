@@ -21,7 +21,8 @@ from tests.integration.forked_service import ForkedService
 
 PENDING_LEASE_S = 1.0
 
-_START_S = 30.0
+_START_S = 180.0
+"""However busy the machine is."""
 _SAVERS = 6
 """Tasks that save on each service."""
 _LARGE_BYTES = 5 << 20
