@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +24,8 @@ from kvstore.settings import parse_bytes
 
 __all__ = ["simulate"]
 
+_ALONE_MAX = 40_000
+"""Prompts to replay, over all plans, beyond which further processes are worth their start: some ten seconds."""
 _BUDGETS = "1000,3000,10000,30000,50000"
 _POLICIES = ",".join([*(candidate.name for candidate in CANDIDATES), AUTO, CLAIRVOYANT])
 
@@ -86,13 +91,32 @@ def _budgets(text: str) -> list[int]:
 
 def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[dict[str, object]]:
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    num_prompts = len(prompts) * len(plans)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("replaying", total=len(prompts) * len(plans))
+        bar = progress.add_task("replaying", total=num_prompts)
+        if num_prompts > _ALONE_MAX:
+            return _run_in_processes(prompts, plans, lambda: progress.advance(bar, len(prompts)))
         rows = []
         for plan in plans:
             progress.update(bar, description=f"{plan.policy} in {plan.budget_blocks:,} blocks")
             rows.append(_row(plan, replay(prompts, plan, lambda done: progress.advance(bar, done))))
         return rows
+
+
+def _run_in_processes(
+    prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan], on_done: Callable[[], None]
+) -> list[dict[str, object]]:
+    """One process for each processor: the plans have nothing to do with each other."""
+    num_processes = min(len(plans), len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = {
+            plan: pool.submit(replay, prompts, plan)
+            for plan in sorted(plans, key=lambda plan: plan.policy != AUTO)  # the long ones first
+        }
+        for job in as_completed(jobs.values()):
+            job.result()
+            on_done()
+        return [_row(plan, jobs[plan].result()) for plan in plans]
 
 
 def _row(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:

@@ -61,15 +61,16 @@ class PrefixCache:
             holdings.pin(held)  # the prompt's own start does not leave for its end
         index = first
         while index < stop:
-            if not holdings.fits(sizes[index]):
-                num_evicted += len(holdings.evict(sizes[index]))
-                if not holdings.fits(sizes[index]):
+            num_bytes = sizes[index]
+            if not holdings.fits(num_bytes):
+                num_evicted += len(holdings.evict(num_bytes))
+                if not holdings.fits(num_bytes):
                     break
             parent = held.key if held is not None else None
-            node = holdings.add(path[index], parent, tokens=tokens[index], num_bytes=sizes[index], now=now)
-            holdings.pin(node)
+            node = holdings.add(path[index], parent, tokens=tokens[index], num_bytes=num_bytes, now=now)
+            node.num_holds += 1
             if held is not None:
-                holdings.unpin(held)
+                held.num_holds -= 1  # not free: the new one hangs on it
             held = node
             index += 1
         if held is not None:

@@ -85,9 +85,10 @@ class Holdings:
 
     def pool(self, index: int) -> Pool:
         """The pool of that index, made when it is new."""
-        if index not in self._pools:
-            self._pools[index] = Pool(self._make_policy())
-        return self._pools[index]
+        room = self._pools.get(index)
+        if room is None:
+            room = self._pools[index] = Pool(self._make_policy())
+        return room
 
     def use_policy(self, make_policy: Callable[[], Policy]) -> None:
         """Rank with another policy from now on; it is told of all that is held, longest unused first."""
@@ -194,8 +195,7 @@ class Holdings:
 
     def fits(self, num_bytes: int, pool: int = SHARED) -> bool:
         """Whether so much more of one pool is within the budget and its maximum."""
-        room = self.pool(pool)
-        return self.used_bytes + num_bytes <= self.budget_bytes and not room.is_over_maximum(num_bytes)
+        return self.used_bytes + num_bytes <= self.budget_bytes and not self.pool(pool).is_over_maximum(num_bytes)
 
     def _next_victim(self, needing: Pool) -> Node | None:
         """Of whoever is over its maximum, then of whoever is furthest over what is guaranteed to it; last, of `needing`

@@ -64,6 +64,14 @@ def test_a_run_is_repeatable_and_reads_plain_files(tmp_path: Path) -> None:
     assert first == second
 
 
+def test_processes_change_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replayed in processes of their own has the rows, and their order, of one process."""
+    options = ("--budget-blocks", "200,2000", "--policy", "lru,auto")
+    alone = simulate(capsys, *options)
+    monkeypatch.setattr("kvstore.cli.simulate._ALONE_MAX", 0)
+    assert simulate(capsys, *options) == alone
+
+
 def test_time_to_live_costs_hits(capsys: pytest.CaptureFixture[str]) -> None:
     """What is unused for a minute leaves, however much room there is."""
     options = ("--budget-blocks", "50000", "--policy", "lru")
