@@ -44,6 +44,8 @@ class LeaveReason(IntEnum):
     """The medium let it go by itself: Redis evicted it, or was restarted."""
     SUPERSEDED = 7
     """A tail whose page is complete."""
+    BROKEN = 8
+    """It served no hit: a boundary below it, or a part of its own, was not there."""
 
 
 @dataclass(frozen=True, slots=True)

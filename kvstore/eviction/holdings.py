@@ -181,15 +181,21 @@ class Holdings:
         return gone
 
     def expire(self, before: float) -> list[Node]:
-        """What was last used before a time leaves: returns it in order, each before the boundary below it."""
-        waiting = [node for node in self._nodes.values() if node.num_holds == 0 and node.last_use < before]
+        """What was last used before a time leaves, as `drop` does it."""
+        return self.drop(lambda node: node.last_use < before)
+
+    def drop(self, leaves: Callable[[Node], bool]) -> list[Node]:
+        """What `leaves` says leaves, unless something else hangs on it: returns it in order, each before the boundary
+        below it.
+        """
+        waiting = [node for node in self._nodes.values() if node.num_holds == 0 and leaves(node)]
         gone: list[Node] = []
         while waiting:
             node = waiting.pop()
             self.remove(node)
             gone.append(node)
             below = node.parent
-            if below is not None and below.is_held and below.num_holds == 0 and below.last_use < before:
+            if below is not None and below.is_held and below.num_holds == 0 and leaves(below):
                 waiting.append(below)
         return gone
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
-from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
@@ -18,58 +17,26 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.policy_choice import PolicyChoice
-from kvstore.store.retention_plan import Leaver, LeavingPlan, incomplete_of, plan_leaving
+from kvstore.store.retention_plan import Leaver, LeavingPlan, broken_of, incomplete_of, plan_leaving
+from kvstore.store.retention_rules import RetentionRules
 from kvstore.store.room import Room
 from kvstore.tiers.base import Tier
 from kvstore.tiers.gather import gather_all
 
-__all__ = ["Retention", "RetentionRules", "start_share"]
+__all__ = ["Retention"]
 
 _CALL_S = 10.0
 _FRESH_S = 10
+_MENDED_S, _MENDED_S_MAX = 60, 3600
+"""What serves no hit is left alone for so long: what it lacks may be on its way. So long after something left it is
+looked for what has lost its start meanwhile; in vain, twice as long after."""
 _BUSY_S = 0.1
-_SLACK_SHARE_MIN, _SLACK_SHARE_MAX, _SLACK_BYTES = 0.03, 0.08, 256 << 20
-_AT_ONCE = 32
-"""Boundaries that are deleted at a time."""
+_LOOK_SHARE = 0.1
+"""Of the time, for looks at the totals while others write: over all slots of a cluster they cost something."""
+_AT_ONCE, _TOGETHER = 32, 8
+"""Boundaries that are deleted at a time, and those of them in one call."""
 _HIDDEN_AT_ONCE = 256
 """Boundaries that are hidden before the first of them is deleted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionRules:
-    """What a level may hold.
-
-    Attributes:
-        budget_bytes: Of all records; `None`: no limit.
-        quotas: By tenant: what is kept for it, and what it may take at most.
-        ttl_s: What was neither stored nor read for so long leaves; `None`: no limit.
-        start_share: Of the budget: eviction starts above, so that it is ahead of what comes while it works.
-        stop_share: Of the budget: and goes on down to this, since each start reads the whole catalog.
-        period_s: The totals are looked at so often, and at once when a put finds too little room.
-        is_private: The tier has one owner, this process, and a bound of its own: what it says is used counts, whole
-            blocks and all, and nothing leaves while the catalog may lack records.
-    """
-
-    budget_bytes: int | None = None
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-    ttl_s: int | None = None
-    start_share: float = 0.97
-    stop_share: float = 0.92
-    period_s: float = 1.0
-    is_private: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.stop_share <= self.start_share <= 1:
-            raise InvalidRequest(
-                "eviction stops at a share of the budget that is not above the one where it starts, both up to 1",
-                start_share=self.start_share,
-                stop_share=self.stop_share,
-            )
-
-
-def start_share(budget_bytes: int) -> float:
-    """Where eviction should start: 3% below the budget, or up to 8% of a small one, which is full again very soon."""
-    return 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, _SLACK_BYTES / budget_bytes))
 
 
 class Retention:
@@ -120,11 +87,15 @@ class Retention:
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
         self._is_over = False
+        self._has_grown = False
+        self._stored_bytes = 0
         self._known: set[NamespaceId] = set()
         self._swept_s = float("-inf")
         self._num_refused = num_refused
         self._num_seen = 0
         self._is_unfinished = True  # perhaps an earlier run of this service was cut off
+        self._mend_at_s = float("inf")
+        self._mend_s = _MENDED_S
         self._cost = 1.0
         """Bytes of the budget that a stored byte takes: a directory's files fill whole blocks."""
 
@@ -134,7 +105,7 @@ class Retention:
 
     async def _run(self) -> None:
         while True:
-            is_stuck = True
+            is_stuck, started_s = True, self._clock.monotonic_s()
             try:
                 is_stuck = await self.round() == 0 and self._is_over
             except (Unavailable, Closed, CorruptRecord):
@@ -146,7 +117,13 @@ class Retention:
                 is_busy = self._room is not None and bool(self._room.boundaries_in_work())
                 await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
             else:
-                await self._room.wanted(self._rules.period_s)
+                await self._room.wanted(self._look_s(self._clock.monotonic_s() - started_s))
+
+    def _look_s(self, took_s: float) -> float:
+        """The time to the next look: others' writes are seen in the totals alone, so often while there are any."""
+        if self._rules.is_private or not self._has_grown:
+            return self._rules.period_s
+        return min(self._rules.period_s, max(_BUSY_S, took_s / _LOOK_SHARE))
 
     async def round(self) -> int:
         """Look once, and evict what is over; returns the bytes that left.
@@ -164,6 +141,7 @@ class Retention:
         held = {namespace: total.levels[self._level].num_bytes for namespace, total in totals.items()}
         stored = sum(held.values())
         used = await self._used_bytes(stored)
+        self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
         if self._room is not None:
             self._room.settle(used + self._room.ended_bytes - ended_bytes)
             used += self._room.asked_bytes
@@ -173,7 +151,8 @@ class Retention:
             boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
             await self._choice.settle(self._rules.budget_bytes, int(stored * self._cost) // max(1, boundaries))
         num_refused = self._num_refused()
-        if not self._is_due(used, held, tenants) and not self._is_unfinished and num_refused == self._num_seen:
+        is_due = self._is_due(used, held, tenants) or self._now_s() >= self._mend_at_s
+        if not is_due and not self._is_unfinished and num_refused == self._num_seen:
             return 0
         self._owned = {
             namespace
@@ -187,7 +166,7 @@ class Retention:
             async for entry in self._catalog.iterate(namespace):
                 if self._level not in entry.leaving:
                     entries.append(entry)
-                elif await self._delete(entry):  # somebody, perhaps an earlier self, did not finish it
+                elif await self._delete([entry]):  # somebody, perhaps an earlier self, did not finish it
                     left += await self._finish([(entry, LeaveReason.EVICTED)])
         if len(self._owned) == len([namespace for namespace in held if held[namespace]]):
             self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
@@ -198,7 +177,9 @@ class Retention:
             tenant: sum(num for name, num in held.items() if tenants[name] == tenant and name not in self._owned)
             for tenant in self._rules.quotas
         }
-        left += await self._evict(await self._plan(entries, tenants, free_bytes, elsewhere))
+        plan = await self._plan(entries, tenants, free_bytes, elsewhere)
+        left += await self._evict(plan.leavers)
+        self._mend_later(left, plan)
         owns_all = len(self._owned) == sum(map(bool, held.values()))
         is_stuck = left == 0 and self._is_over and owns_all
         if is_stuck and self._room is not None and not self._room.boundaries_in_work():
@@ -211,7 +192,7 @@ class Retention:
         tenants: Mapping[bytes, str],
         free_bytes: int,
         elsewhere: Mapping[str, int],
-    ) -> Sequence[Leaver]:
+    ) -> LeavingPlan:
         """What leaves, worked out off the loop, which a million entries would stop for seconds. If that is enough,
         nothing that is new, since more of it may be on its way from any service; and nothing that is written here.
         """
@@ -219,10 +200,14 @@ class Retention:
         writing = set(room.boundaries_in_flight()) if room is not None else set()
         recent = room.boundaries_in_work() if room is not None else frozenset()
         order = room.order() if room is not None else None
+        # asked after the entries were read: what is missing among them may be stored all the same
+        is_complete = await self._catalog.is_complete(deadline=self._deadline())
 
         def work() -> LeavingPlan:
             in_work = writing | incomplete_of(entries, recent, self._level)
             fresh = {entry.namespace + entry.prefix for entry in entries if entry.first_use_s > now_s - _FRESH_S}
+            broken = broken_of(entries, self._level, now_s) if is_complete else {}
+            mended = {name for name, used_s in broken.items() if used_s > now_s - _MENDED_S} | in_work
             for kept in (fresh | in_work, in_work):
                 plan = plan_leaving(
                     entries,
@@ -234,14 +219,22 @@ class Retention:
                     now_s=now_s,
                     make_policy=self._choice.make_policy,
                     kept=kept,
+                    broken=broken.keys() - mended,
                     order=order,
                     elsewhere=elsewhere,
                 )
                 if plan.is_enough or kept == in_work:
                     break
-            return plan
+            return replace(plan, has_broken=bool(broken))
 
-        return (await asyncio.to_thread(work)).leavers
+        return await asyncio.to_thread(work)
+
+    def _mend_later(self, left_bytes: int, plan: LeavingPlan) -> None:
+        """When to look for what serves no hit again: it lost its start while it came, and nothing need be full then."""
+        if left_bytes:
+            self._mend_s = _MENDED_S
+        self._mend_at_s = self._now_s() + self._mend_s if left_bytes or plan.has_broken else float("inf")
+        self._mend_s = min(2 * self._mend_s, _MENDED_S_MAX)
 
     async def _used_bytes(self, stored: int) -> int:
         """What the level takes of its budget: what its records have, or what the medium says they take."""
@@ -334,8 +327,9 @@ class Retention:
         for wave in sorted(waves):
             for start in range(0, len(waves[wave]), _AT_ONCE):
                 part = [index for index in waves[wave][start : start + _AT_ONCE] if index not in kept]
-                deleted = await gather_all(self._delete(hidden[index]) for index in part)
-                done = [index for index, is_deleted in zip(part, deleted, strict=True) if is_deleted]
+                calls = [part[at : at + _TOGETHER] for at in range(0, len(part), _TOGETHER)]
+                deleted = await gather_all(self._delete([hidden[index] for index in call]) for call in calls)
+                done = [index for call, is_deleted in zip(calls, deleted, strict=True) if is_deleted for index in call]
                 await self._finish([(hidden[index], leavers[index].reason) for index in done])
                 gone.update(done)
             kept.update(
@@ -346,16 +340,17 @@ class Retention:
             await self._catalog.stop_leaving(entry.namespace, entry.prefix, self._level, deadline=self._deadline())
         return gone
 
-    async def _delete(self, entry: BoundaryEntry) -> bool:
-        """Delete the records of a hidden boundary. False: the tier refused, a later round tries again."""
+    async def _delete(self, entries: Sequence[BoundaryEntry]) -> bool:
+        """Delete the records of hidden boundaries. False: the tier refused, a later round tries again."""
+        keys = [key for entry in entries for key in entry.keys(self._level)]
         try:
-            await self._tier.delete_all(entry.keys(self._level), deadline=self._deadline())
+            await self._tier.delete_all(keys, deadline=self._deadline())
         except Unavailable:
             self._meters.add("retention_failures", tier=self._tier.name)
             self._is_unfinished = True
             return False
         if self._room is not None:
-            self._room.free(int(entry.num_bytes(self._level) * self._cost))
+            self._room.free(int(sum(entry.num_bytes(self._level) for entry in entries) * self._cost))
         return True
 
     async def _finish(self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int:

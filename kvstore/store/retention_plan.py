@@ -11,7 +11,7 @@ from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.prefixes import Node
 
-__all__ = ["Leaver", "LeavingPlan", "incomplete_of", "plan_leaving"]
+__all__ = ["Leaver", "LeavingPlan", "broken_of", "incomplete_of", "plan_leaving"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,12 @@ class LeavingPlan:
     Attributes:
         leavers: Each before the boundary below it.
         is_enough: Budget and quotas are met once they have left.
+        has_broken: Boundaries that serve no hit stay for now.
     """
 
     leavers: Sequence[Leaver]
     is_enough: bool
+    has_broken: bool = False
 
 
 def plan_leaving(
@@ -54,6 +56,7 @@ def plan_leaving(
     now_s: int,
     make_policy: Callable[[], Policy],
     kept: Set[bytes] = frozenset(),
+    broken: Set[bytes] = frozenset(),
     order: Mapping[bytes, float] | None = None,
     elsewhere: Mapping[str, int] | None = None,
 ) -> LeavingPlan:
@@ -69,6 +72,7 @@ def plan_leaving(
         now_s: Seconds since the Unix epoch.
         make_policy: Ranks what is free to leave.
         kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
+        broken: Names of boundaries that serve no hit: they leave whether room is needed or not.
         order: Of boundaries used in the same second, from 0 to 1.
         elsewhere: Bytes that tenants with a quota take beside these entries.
 
@@ -96,6 +100,8 @@ def plan_leaving(
             holdings.pin(node)
     leaving: list[tuple[Node, LeaveReason]] = []
     holdings.budget_bytes = holdings.used_bytes
+    if broken:
+        leaving += [(node, LeaveReason.BROKEN) for node in holdings.drop(lambda node: node.key in broken)]
     if ttl_s is not None:
         leaving += [(node, LeaveReason.EXPIRED) for node in holdings.expire(float(now_s - ttl_s))]
     for index in pools.values():
@@ -123,6 +129,32 @@ def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: L
         if (name := entry.namespace + entry.prefix) in recent:
             records[name] = entry.namespace, count
     return {name for name in recent if name not in records or records[name][1] < most[records[name][0]]}
+
+
+def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dict[bytes, int]:
+    """Names (namespace and prefix) of boundaries that serve no hit from a level, and when they were used last: the one
+    below is not there, or slices of a group are missing that others of the namespace have; and of all that stands on
+    such a one.
+
+    A boundary whose parent is not known, or that lacks a group altogether, is not one of them: states are not saved
+    at every page. Nor is one that is pinned.
+    """
+    held = {entry.namespace + entry.prefix: entry for entry in entries if any(entry.slices[level])}
+    most: dict[bytes, list[int]] = {}
+    for entry in held.values():
+        counts = most.setdefault(entry.namespace, [0] * len(entry.slices[level]))
+        for group, bits in enumerate(entry.slices[level]):
+            counts[group] = max(counts[group], bits.bit_count())
+    is_whole = {name: _is_whole(entry, most[entry.namespace], level) for name, entry in held.items()}
+    for name, entry in _parents_first(held):
+        if entry.parent is not None:
+            is_whole[name] = is_whole[name] and is_whole.get(entry.namespace + entry.parent, False)
+    return {name: held[name].last_use_s for name in held if not is_whole[name] and held[name].pinned_until_s <= now_s}
+
+
+def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
+    """Whether each group that is there at all has as many slices as in any other boundary."""
+    return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[level], most, strict=True))
 
 
 def _longest_unused_first(

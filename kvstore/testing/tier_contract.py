@@ -161,6 +161,18 @@ class TierContract:
         assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
         assert await tier.get(record.key, deadline=soon()) is not None
 
+    async def test_delete_all(self, tier: Tier, medium: Medium) -> None:
+        """Many records leave at once, one that is not there among them; the others stay."""
+        going = [make_record(number) for number in range(20)] + [make_record(20, LARGE_BYTES)]
+        staying = make_record(30)
+        for record in [*going[:10], *going[11:], staying]:
+            await tier.put(record, deadline=soon())
+        await tier.delete_all([record.key for record in going], deadline=soon())
+        assert await tier.head([record.key for record in going], deadline=soon()) == [None] * len(going)
+        assert [await medium.read(record.key) for record in going] == [None] * len(going)
+        assert await tier.get(staying.key, deadline=soon()) is not None
+        await tier.delete_all([], deadline=soon())
+
     async def test_scan(self, tier: Tier) -> None:
         """A scan lists every record once with its bytes, of one namespace or of all, and no manifest."""
         here = [make_record(number, 50 + number) for number in range(30)] + [make_record(99, LARGE_BYTES)]

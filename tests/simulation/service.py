@@ -17,7 +17,8 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.policy_choice import AutoChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
-from kvstore.store.retention import Retention, RetentionRules, start_share
+from kvstore.store.retention import Retention
+from kvstore.store.retention_rules import RetentionRules, start_share
 from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictPendingLog

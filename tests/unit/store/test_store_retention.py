@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Use
+from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Removal, Use
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.catalog.sqlite import SqliteCatalog
@@ -22,7 +22,8 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.policy_choice import AutoChoice, FixedChoice
-from kvstore.store.retention import Retention, RetentionRules
+from kvstore.store.retention import Retention
+from kvstore.store.retention_rules import RetentionRules
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.memory import MemoryTier
 
@@ -113,6 +114,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world = World(tmp_path / "catalog.sqlite")
     await world.catalog.register(NAMESPACE, LAYOUT, "", deadline=world.deadline)
     await world.catalog.register(OTHER, LAYOUT, "paying", deadline=world.deadline)
+    await world.catalog.set_complete(True, deadline=world.deadline)
     yield world
     await world.catalog.aclose()
     await world.tier.aclose()
@@ -194,6 +196,82 @@ async def test_what_is_not_used_for_its_time_to_live_leaves(world: World) -> Non
     assert await world.held(path) == [3, 0, 0]
     (tombstone, *_) = await world.catalog.tombstones(limit=1, deadline=world.deadline)
     assert tombstone.reason is LeaveReason.EXPIRED
+
+
+async def lose(world: World, prefix: PrefixHash, *, only: tuple[int, int] | None = None) -> None:
+    """A boundary's records, or one of them, are gone, as if they had never come."""
+    for group, slice_ in [only] if only is not None else _SLICES:
+        key = RecordKey(NAMESPACE, prefix, group, slice_)
+        await world.tier.delete(key, deadline=world.deadline)
+        removal = Removal(key, Level.COLD, RECORD_BYTES, LeaveReason.LOST)
+        await world.catalog.remove([removal], deadline=world.deadline)
+
+
+async def test_what_serves_no_hit_leaves_when_nobody_mends_it(world: World) -> None:
+    """The start of a prompt is gone while its end came, and of another a slice in the middle: what is behind the hole
+    is given a minute, and leaves then though there is room. What is before it stays.
+    """
+    headless, torn, whole = await world.save("a", 3), await world.save("b", 3), await world.save("c", 3)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    await lose(world, headless[0])
+    await lose(world, torn[1], only=(0, 1))
+    assert await retention.round() == 0
+    world.clock.now_s += 59
+    assert await retention.round() == 0
+    assert (await world.held(headless), await world.held(torn)) == ([0, 3, 3], [3, 2, 3])
+    world.clock.now_s += 1
+    assert await retention.round() == 4 * BOUNDARY_BYTES - RECORD_BYTES
+    assert (await world.held(headless), await world.held(torn)) == ([0, 0, 0], [3, 0, 0])
+    assert await world.held(whole) == [3, 3, 3]
+    tombstones = await world.catalog.tombstones(limit=4, deadline=world.deadline)
+    assert {tombstone.reason for tombstone in tombstones} == {LeaveReason.BROKEN}
+
+
+async def test_what_is_mended_in_time_stays(world: World) -> None:
+    """The start was only late: nothing leaves, and nobody looks any more."""
+    path = await world.save("a", 3)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    await lose(world, path[0])
+    assert await retention.round() == 0
+    await world.save("a", 1)
+    world.clock.now_s += 60
+    assert await retention.round() == 0
+    await lose(world, path[0])
+    world.clock.now_s += 600
+    assert await retention.round() == 0
+    assert await world.held(path) == [0, 3, 3]
+
+
+async def test_a_boundary_without_a_state_is_whole(world: World) -> None:
+    """States are not saved at every page: the pages of a group that is not there at all serve what is behind them."""
+    path = await world.save("a", 3)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    await lose(world, path[1], only=(1, 0))
+    world.clock.now_s += 100
+    assert await retention.round() == 0
+    assert await world.held(path) == [3, 2, 3]
+
+
+async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world: World) -> None:
+    """Redis was flushed and not reindexed yet: the start may be stored, though the catalog does not tell of it."""
+    path = await world.save("a", 3)
+    await lose(world, path[0])
+    await world.catalog.set_complete(False, deadline=world.deadline)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    for _ in range(3):
+        world.clock.now_s += 100
+        assert await retention.round() == 0
+    assert await world.held(path) == [0, 3, 3]
+
+
+async def test_what_serves_no_hit_stays_while_it_is_pinned(world: World) -> None:
+    """An operator's word counts, whatever is missing."""
+    path = await world.save("a", 3)
+    await lose(world, path[0])
+    await world.catalog.pin(NAMESPACE, [path[1]], world.clock.now_s + 1000, deadline=world.deadline)
+    world.clock.now_s += 100
+    await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round()
+    assert await world.held(path) == [0, 3, 0]
 
 
 async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World) -> None:

@@ -62,6 +62,48 @@ async def test_overload_that_passes() -> None:
     assert len(requests) == 2
 
 
+def deleted_answer(*codes: str) -> bytes:
+    """The answer to a removal of many objects, of which some were not removed."""
+    errors = "".join(f"<Error><Key>a</Key><Code>{code}</Code></Error>" for code in codes)
+    body = f"<?xml version='1.0'?><DeleteResult>{errors}</DeleteResult>".encode()
+    fields = f"Content-Type: application/xml\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode() + body
+
+
+async def test_many_records_are_removed_in_one_request() -> None:
+    """What is already gone does not matter."""
+    keys = [make_key(number) for number in range(1001)]
+    async with tier_that_hears(deleted_answer("NoSuchKey")) as (tier, requests):
+        await tier.delete_all(keys, deadline=Deadline.after(30))
+    assert [request.split(b" ", 2)[0] for request in requests] == [b"POST", b"POST"]
+
+
+async def test_records_that_s3_did_not_remove_are_told() -> None:
+    """The request went well, one of its objects did not."""
+    async with tier_that_hears(deleted_answer("NoSuchKey", "InternalError")) as (tier, requests):
+        with pytest.raises(Unavailable, match="InternalError"):
+            await tier.delete_all([make_key(1), make_key(2)], deadline=Deadline.after(30))
+    assert len(requests) == 1
+
+
+async def test_an_endpoint_that_removes_one_by_one() -> None:
+    """Not every S3 knows the removal of many: it is not asked for it again."""
+    refused = error_answer("501 Not Implemented", "NotImplemented")
+    async with tier_that_hears(refused, OK) as (tier, requests):
+        for _ in range(2):
+            await tier.delete_all([make_key(1), make_key(2)], deadline=Deadline.after(30))
+    assert [request.split(b" ", 2)[0] for request in requests] == [b"POST"] + 4 * [b"DELETE"]
+
+
+async def test_credentials_that_may_not_remove() -> None:
+    """Refused as many and one by one: the error says why, and many are tried again the next time."""
+    async with tier_that_hears(error_answer("403 Forbidden", "AccessDenied")) as (tier, requests):
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="s3:GetObject"):
+                await tier.delete_all([make_key(1)], deadline=Deadline.after(30))
+    assert [request.split(b" ", 2)[0] for request in requests] == [b"POST", b"DELETE"] * 2
+
+
 async def test_conflict_is_asked_again() -> None:
     """409 while another put is under way: asked again, and told that the other one won."""
     conflict = error_answer("409 Conflict", "ConditionalRequestConflict")

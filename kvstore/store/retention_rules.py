@@ -1,0 +1,50 @@
+"""What a level may hold, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvstore.errors import InvalidRequest
+from kvstore.eviction.holdings import Quota
+
+__all__ = ["RetentionRules", "start_share"]
+
+_SLACK_SHARE_MIN, _SLACK_SHARE_MAX, _SLACK_BYTES = 0.03, 0.08, 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRules:
+    """What a level may hold.
+
+    Attributes:
+        budget_bytes: Of all records; `None`: no limit.
+        quotas: By tenant: what is kept for it, and what it may take at most.
+        ttl_s: What was neither stored nor read for so long leaves; `None`: no limit.
+        start_share: Of the budget: eviction starts above, so that it is ahead of what comes while it works.
+        stop_share: Of the budget: and goes on down to this, since each start reads the whole catalog.
+        period_s: The totals are looked at so often, and at once when a put finds too little room.
+        is_private: The tier has one owner, this process, and a bound of its own: what it says is used counts, whole
+            blocks and all, and nothing leaves while the catalog may lack records.
+    """
+
+    budget_bytes: int | None = None
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    ttl_s: int | None = None
+    start_share: float = 0.97
+    stop_share: float = 0.92
+    period_s: float = 1.0
+    is_private: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stop_share <= self.start_share <= 1:
+            raise InvalidRequest(
+                "eviction stops at a share of the budget that is not above the one where it starts, both up to 1",
+                start_share=self.start_share,
+                stop_share=self.stop_share,
+            )
+
+
+def start_share(budget_bytes: int) -> float:
+    """Where eviction should start: 3% below the budget, or up to 8% of a small one, which is full again very soon."""
+    return 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, _SLACK_BYTES / budget_bytes))
