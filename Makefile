@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 
-.PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-ttft bench-overhead clean clean-env
+.PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -53,6 +53,9 @@ bench-store: $(STAMP) ## the byte paths to Redis, through the service and to S3,
 
 bench-lookup: $(STAMP) ## a prompt of 131,072 tokens and longer ones looked up among a million entries of the catalog in Redis
 	$(BIN)/python -m benchmarks.lookup
+
+bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, beside the same saves without a bound (about 3 minutes)
+	$(BIN)/python -m benchmarks.retention
 
 bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from Redis by a fresh engine and a fresh service
 	$(BIN)/python -m benchmarks.repeat_ttft

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +49,7 @@ class Place:
         cold: As the setting, with a place for the number of the run.
         bound: The setting that bounds it.
         no_bound: Its value without a bound; a directory always has one.
+        clear: Make what runs share as it was at first: the catalog of one tells of what the next one does not have.
     """
 
     what: str
@@ -55,6 +57,7 @@ class Place:
     cold: str
     bound: str
     no_bound: int | None
+    clear: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _directory(folder: Path) -> Iterator[Place]:
-    yield Place("directory", "memory:", f"file://{folder}/{{}}", "disk_bytes", 1 << 50)
+    yield Place("directory", "memory:", f"file://{folder}/{{}}", "disk_bytes", 1 << 50, lambda: None)
 
 
 @contextmanager
@@ -129,7 +132,8 @@ def _s3(folder: Path) -> Iterator[Place]:
         keys = {"AWS_ACCESS_KEY_ID": server.access_key, "AWS_SECRET_ACCESS_KEY": server.secret_key}
         with patch.dict("os.environ", keys):
             cold = f"s3://retention/{{}}?endpoint_url={server.endpoint_url}&region={server.region}"
-            yield Place("s3", redis.url, cold, "cold_bytes", None)
+            with Redis(redis.host, redis.port) as client:
+                yield Place("s3", redis.url, cold, "cold_bytes", None, client.flushall)
 
 
 _PLACES = {"directory": _directory, "s3": _s3}
@@ -142,6 +146,7 @@ def _compare(place: Place, chosen: argparse.Namespace, say: Callable[[str], None
             name = f"{'bounded' if is_bounded else 'unbounded'}-{number}"
             bound = {place.bound: chosen.budget if is_bounded else place.no_bound}
             flags = {"hot": place.hot, "cold": place.cold.format(name), "memory_bytes": _MEMORY_BYTES, **bound}
+            place.clear()
             run = asyncio.run(_run(load_settings(flags), name, chosen))
             say(f"{place.what} {name}: {run.num_bytes / run.seconds / 1e6:.0f} MB/s, at most {run.peak_bytes:,} bytes")
             runs[is_bounded].append(run)

@@ -25,7 +25,7 @@ from kvstore.store.policy_choice import AutoChoice, FixedChoice, PolicyChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules, start_share
+from kvstore.store.retention_rules import RetentionRules, shares
 from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
@@ -41,8 +41,6 @@ _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
 """A dead owner's namespaces are not evicted from for so long."""
 _GUARANTEED_SHARE = 0.75
-_EVICTED_SHARE = 0.06
-"""Of the budget, each time that eviction starts."""
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
 _WARM_BYTES = 256 << 20
@@ -259,7 +257,7 @@ async def _open_retention(
     if recorder is None:
         return None, None
     budget_bytes = await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes
-    start = start_share(budget_bytes) if budget_bytes is not None else 1.0
+    start, stop = shares(budget_bytes) if budget_bytes is not None else (1.0, 1.0)
     guaranteed_bytes = sum(quota.guaranteed_bytes for quota in settings.quotas.values())
     if budget_bytes is not None and guaranteed_bytes > _GUARANTEED_SHARE * budget_bytes:
         raise InvalidRequest(
@@ -271,7 +269,7 @@ async def _open_retention(
         budget_bytes=budget_bytes,
         quotas=settings.quotas,
         start_share=start,
-        stop_share=start - _EVICTED_SHARE,
+        stop_share=stop,
         ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
         is_private=is_alone,
     )

@@ -323,18 +323,29 @@ class Catalog(ABC):
         stay: set[int] = set()
         for indexes in waves:
             going = [index for index in indexes if index not in stay]
-            calls = (self._start_one(leaving[index], level, deadline) for index in going)
-            for index, entry in zip(going, await asyncio.gather(*calls), strict=True):
+            found = await self._start_wave([leaving[index] for index in going], level, deadline)
+            for index, entry in zip(going, found, strict=True):
                 hidden[index] = entry
             stay.update(
                 below for index in indexes if hidden[index] is None and (below := leaving[index].below) is not None
             )
         return hidden
 
-    async def _start_one(self, one: Leaving, level: Level, deadline: Deadline) -> BoundaryEntry | None:
-        since_s = one.unless_used_since_s
-        return await self.start_leaving(
-            one.namespace, one.prefix, level, deadline=deadline, unless_used_since_s=since_s
+    async def _start_wave(
+        self, leaving: Sequence[Leaving], level: Level, deadline: Deadline
+    ) -> list[BoundaryEntry | None]:
+        """`start_leaving` for boundaries none of which stands on another one of them."""
+        return await asyncio.gather(
+            *(
+                self.start_leaving(
+                    one.namespace,
+                    one.prefix,
+                    level,
+                    deadline=deadline,
+                    unless_used_since_s=one.unless_used_since_s,
+                )
+                for one in leaving
+            )
         )
 
     @abstractmethod

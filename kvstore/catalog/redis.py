@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from kvstore.catalog.base import (
     BoundaryEntry,
     Catalog,
     LeaveReason,
+    Leaving,
     NamespaceTotals,
     Removal,
     Tombstone,
@@ -26,7 +26,7 @@ from kvstore.catalog.ownership_redis import RedisOwnership
 from kvstore.catalog.redis_nodes import Argument, Command, RedisNodes
 from kvstore.catalog.redis_scripts import ADD, FINISH, OBSERVE, PIN, REMOVE, START, STOP, USE, Script
 from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
-from kvstore.catalog.redis_values import parse_tombstone, parse_totals, sum_totals
+from kvstore.catalog.redis_values import add_item, parse_tombstone, parse_totals, remove_item, sum_totals
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name, manifest_name, namespace_root
@@ -44,8 +44,6 @@ _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _SCAN_S = 10.0
 _TOMBSTONES = 16384
-_ADD_ITEM = struct.Struct("<IIIH")
-_REMOVE_ITEM = struct.Struct("<IIIHIIHHH")
 
 
 class RedisCatalog(Catalog):
@@ -126,11 +124,7 @@ class RedisCatalog(Catalog):
         calls = []
         for (namespace, prefix, level), told in grouped.items():
             shape, together = self._shape(namespace), list({one.key: one for one in told}.values())
-            items = [(shape.bit_at(level, one.key.group, one.key.slice), one) for one in together]
-            packed = b"".join(
-                _ADD_ITEM.pack(_set_bit(*at), shape.sum_at(level, one.key.group), *_u48(one.num_bytes))
-                for at, one in items
-            )
+            packed = b"".join(add_item(shape, one) for one in together)
             fresh = packed_with(shape, together, now_s)
             num_bytes = sum(one.num_bytes for one in together)
             calls.append(self._call(ADD, namespace, prefix, level, fresh, num_bytes, packed))
@@ -143,7 +137,7 @@ class RedisCatalog(Catalog):
             grouped[removal.key.namespace, removal.key.prefix, removal.level].append(removal)
         calls = []
         for (namespace, prefix, level), together in grouped.items():
-            items = b"".join(_remove_item(self._shape(namespace), one) for one in together)
+            items = b"".join(remove_item(self._shape(namespace), one) for one in together)
             calls.append(self._call(REMOVE, namespace, prefix, level, prefix, items))
         await self._run(calls, deadline)
 
@@ -169,13 +163,34 @@ class RedisCatalog(Catalog):
         (data,) = await self._run([call], deadline)
         return None if data is None else entry_of(self._shape(namespace), namespace, prefix, bytes(data))
 
+    async def _start_wave(
+        self, leaving: Sequence[Leaving], level: Level, deadline: Deadline
+    ) -> list[BoundaryEntry | None]:
+        calls = [self._call(START, one.namespace, one.prefix, level, one.unless_used_since_s, 0) for one in leaving]
+        found = zip(leaving, await self._run(calls, deadline), strict=True)
+        return [
+            None if data is None else entry_of(self._shape(one.namespace), one.namespace, one.prefix, bytes(data))
+            for one, data in found
+        ]
+
     async def finish_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
     ) -> int:
+        (num_bytes,) = await self._run([self._finish(namespace, prefix, level, reason)], deadline)
+        return int(num_bytes)
+
+    async def finish_leaving_all(
+        self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline
+    ) -> int:
+        calls = [self._finish(entry.namespace, entry.prefix, level, reason) for entry, reason in gone]
+        return sum(map(int, await self._run(calls, deadline)))
+
+    def _finish(
+        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason
+    ) -> tuple[int, Command]:
         shape = self._shape(namespace)
         arguments = (prefix, int(reason), shape.sum_at(level, 0), len(shape.num_slices))
-        (num_bytes,) = await self._run([self._call(FINISH, namespace, prefix, level, *arguments)], deadline)
-        return int(num_bytes)
+        return self._call(FINISH, namespace, prefix, level, *arguments)
 
     async def stop_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline
@@ -369,22 +384,3 @@ def parse_entry_name(name: bytes) -> tuple[NamespaceId, PrefixHash] | None:
     except ValueError:
         return None
     return place if len(place[1]) == PREFIX_BYTES else None
-
-
-def _set_bit(byte_at: int, bit: int) -> int:
-    """What SETBIT calls a bit: it counts a byte's from the highest."""
-    return byte_at * 8 + 7 - bit
-
-
-def _u48(number: int) -> tuple[int, int]:
-    return number & 0xFFFFFFFF, number >> 32
-
-
-def _remove_item(shape: EntryShape, one: Removal) -> bytes:
-    group = one.key.group
-    bit = _set_bit(*shape.bit_at(one.level, group, one.key.slice))
-    row = shape.row_at(one.level)
-    span = row + shape.group_at[group], row + shape.group_at[group + 1] - 1
-    known = _u48(0 if one.num_bytes is None else one.num_bytes + 1)
-    at = shape.sum_at(one.level, group)
-    return _REMOVE_ITEM.pack(bit, at, *known, *span, group, one.key.slice, int(one.reason))

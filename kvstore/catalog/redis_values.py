@@ -1,16 +1,20 @@
-"""Totals and tombstones as the scripts write them, read back. Pure."""
+"""What the scripts are told of records, and totals and tombstones as they write them, read back. Pure."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvstore.catalog.base import LeaveReason, LevelTotals, NamespaceTotals, Tombstone
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Addition, LeaveReason, LevelTotals, NamespaceTotals, Removal, Tombstone
+from kvstore.catalog.entry import EntryShape, Level
 from kvstore.catalog.redis_scripts import ALL_SLICES, TOMBSTONE, TOTALS
 from kvstore.model.keys import NamespaceId, PrefixHash
 
-__all__ = ["parse_tombstone", "parse_totals", "sum_totals"]
+__all__ = ["add_item", "parse_tombstone", "parse_totals", "remove_item", "sum_totals"]
+
+_ADD_ITEM = struct.Struct("<IIIH")
+_REMOVE_ITEM = struct.Struct("<IIIHIIHHH")
 
 Numbers = tuple[int, ...]
 
@@ -61,3 +65,29 @@ def parse_tombstone(packed: bytes) -> Tombstone:
         LeaveReason(reason),
         at_s,
     )
+
+
+def add_item(shape: EntryShape, one: Addition) -> bytes:
+    """A record as the script that adds it is told of it."""
+    bit = _set_bit(*shape.bit_at(one.level, one.key.group, one.key.slice))
+    return _ADD_ITEM.pack(bit, shape.sum_at(one.level, one.key.group), *_u48(one.num_bytes))
+
+
+def _set_bit(byte_at: int, bit: int) -> int:
+    """What SETBIT calls a bit: it counts a byte's from the highest."""
+    return byte_at * 8 + 7 - bit
+
+
+def _u48(number: int) -> tuple[int, int]:
+    return number & 0xFFFFFFFF, number >> 32
+
+
+def remove_item(shape: EntryShape, one: Removal) -> bytes:
+    """A record as the script that removes it is told of it."""
+    group = one.key.group
+    bit = _set_bit(*shape.bit_at(one.level, group, one.key.slice))
+    row = shape.row_at(one.level)
+    span = row + shape.group_at[group], row + shape.group_at[group + 1] - 1
+    known = _u48(0 if one.num_bytes is None else one.num_bytes + 1)
+    at = shape.sum_at(one.level, group)
+    return _REMOVE_ITEM.pack(bit, at, *known, *span, group, one.key.slice, int(one.reason))

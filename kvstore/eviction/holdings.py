@@ -76,6 +76,11 @@ class Holdings:
     def __contains__(self, key: Key) -> bool:
         return key in self._nodes
 
+    def let_go(self) -> None:
+        """Forget all, piece by piece, so that other threads go on meanwhile; of no use afterwards."""
+        while self._nodes:
+            self._nodes.popitem()
+
     def get(self, key: Key) -> Node | None:
         return self._nodes.get(key)
 

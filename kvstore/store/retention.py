@@ -14,6 +14,7 @@ from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
+from kvstore.runtime.collector import collector_paused, let_go
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.policy_choice import PolicyChoice
@@ -33,7 +34,7 @@ looked for what has lost its start meanwhile; in vain, twice as long after."""
 _BUSY_S = 0.1
 _LOOK_SHARE = 0.1
 """Of the time, for looks at the totals while others write: over all slots of a cluster they cost something."""
-_AT_ONCE, _TOGETHER = 32, 8
+_AT_ONCE, _TOGETHER = 64, 16
 """Boundaries that are deleted at a time, and those of them in one call."""
 _HIDDEN_AT_ONCE = 256
 """Boundaries that are hidden before the first of them is deleted."""
@@ -159,32 +160,40 @@ class Retention:
             for namespace in held
             if held[namespace] and await self._know(namespace) and await self._hold(namespace)
         }
-        entries: list[BoundaryEntry] = []
-        left = 0
         self._is_unfinished = False
-        for namespace in self._owned:
-            async for entry in self._catalog.iterate(namespace):
-                if self._level not in entry.leaving:
-                    entries.append(entry)
-                elif await self._delete([entry]):  # somebody, perhaps an earlier self, did not finish it
-                    left += await self._finish([(entry, LeaveReason.EVICTED)])
-        if len(self._owned) == len([namespace for namespace in held if held[namespace]]):
-            self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
-        # of what all owners together must free, the share of what is owned here
-        own = sum(held[namespace] for namespace in self._owned)
-        free_bytes = int(excess / self._cost) * own // max(1, stored) - left
-        elsewhere = {
-            tenant: sum(num for name, num in held.items() if tenants[name] == tenant and name not in self._owned)
-            for tenant in self._rules.quotas
-        }
-        plan = await self._plan(entries, tenants, free_bytes, elsewhere)
+        with collector_paused():
+            entries, left = await self._entries()
+            if len(self._owned) == sum(map(bool, held.values())):
+                self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
+            # of what all owners together must free, the share of what is owned here
+            own = sum(held[namespace] for namespace in self._owned)
+            free_bytes = int(excess / self._cost) * own // max(1, stored) - left
+            elsewhere = {
+                tenant: sum(num for name, num in held.items() if tenants[name] == tenant and name not in self._owned)
+                for tenant in self._rules.quotas
+            }
+            plan = await self._plan(entries, tenants, free_bytes, elsewhere)
+            await asyncio.to_thread(let_go, entries)
         left += await self._evict(plan.leavers)
         self._mend_later(left, plan)
         owns_all = len(self._owned) == sum(map(bool, held.values()))
         is_stuck = left == 0 and self._is_over and owns_all
         if is_stuck and self._room is not None and not self._room.boundaries_in_work():
             self._room.stuck()
+        await asyncio.to_thread(let_go, plan.leavers)
         return left
+
+    async def _entries(self) -> tuple[list[BoundaryEntry], int]:
+        """What is owned here, and the bytes of what somebody, perhaps an earlier self, had hidden and not finished."""
+        entries: list[BoundaryEntry] = []
+        left = 0
+        for namespace in self._owned:
+            async for entry in self._catalog.iterate(namespace):
+                if self._level not in entry.leaving:
+                    entries.append(entry)
+                elif await self._delete([entry]):
+                    left += await self._finish([(entry, LeaveReason.EVICTED)])
+        return entries, left
 
     async def _plan(
         self,
@@ -205,10 +214,9 @@ class Retention:
 
         def work() -> LeavingPlan:
             in_work = writing | incomplete_of(entries, recent, self._level)
-            fresh = {entry.namespace + entry.prefix for entry in entries if entry.first_use_s > now_s - _FRESH_S}
             broken = broken_of(entries, self._level, now_s) if is_complete else {}
-            mended = {name for name, used_s in broken.items() if used_s > now_s - _MENDED_S} | in_work
-            for kept in (fresh | in_work, in_work):
+            leave = {name for name, used_s in broken.items() if used_s <= now_s - _MENDED_S and name not in in_work}
+            for kept_since_s in (now_s - _FRESH_S, None):
                 plan = plan_leaving(
                     entries,
                     level=self._level,
@@ -218,12 +226,13 @@ class Retention:
                     ttl_s=self._rules.ttl_s,
                     now_s=now_s,
                     make_policy=self._choice.make_policy,
-                    kept=kept,
-                    broken=broken.keys() - mended,
+                    kept=in_work,
+                    kept_since_s=kept_since_s,
+                    broken=leave,
                     order=order,
                     elsewhere=elsewhere,
                 )
-                if plan.is_enough or kept == in_work:
+                if plan.is_enough:
                     break
             return replace(plan, has_broken=bool(broken))
 
@@ -312,32 +321,23 @@ class Retention:
         return left
 
     async def _delete_all(self, hidden: Mapping[int, BoundaryEntry], leavers: Sequence[Leaver]) -> set[int]:
-        """Delete the records of hidden boundaries in waves: one's turn comes when all that hung on it is deleted. What
-        is below one that the tier did not delete is seen again. Returns which are deleted.
+        """Delete the records of hidden boundaries, ends first. What the tier did not delete stays hidden until a later
+        round does; what comes behind that is seen again. Returns which are deleted.
         """
-        waves: dict[int, list[int]] = {}
-        wave_of: dict[int, int] = {}
-        for index in hidden:
-            wave = wave_of.get(index, 0)
-            waves.setdefault(wave, []).append(index)
-            if (below := leavers[index].parent) is not None:
-                wave_of[below] = max(wave_of.get(below, 0), wave + 1)
         gone: set[int] = set()
-        kept: set[int] = set()
-        for wave in sorted(waves):
-            for start in range(0, len(waves[wave]), _AT_ONCE):
-                part = [index for index in waves[wave][start : start + _AT_ONCE] if index not in kept]
-                calls = [part[at : at + _TOGETHER] for at in range(0, len(part), _TOGETHER)]
-                deleted = await gather_all(self._delete([hidden[index] for index in call]) for call in calls)
-                done = [index for call, is_deleted in zip(calls, deleted, strict=True) if is_deleted for index in call]
-                await self._finish([(hidden[index], leavers[index].reason) for index in done])
-                gone.update(done)
-            kept.update(
-                below for index in waves[wave] if index not in gone and (below := leavers[index].parent) is not None
-            )
-        for index in kept & hidden.keys():
-            entry = hidden[index]
-            await self._catalog.stop_leaving(entry.namespace, entry.prefix, self._level, deadline=self._deadline())
+        indexes = list(hidden)
+        for start in range(0, len(indexes), _AT_ONCE):
+            part = indexes[start : start + _AT_ONCE]
+            calls = [part[at : at + _TOGETHER] for at in range(0, len(part), _TOGETHER)]
+            deleted = await gather_all(self._delete([hidden[index] for index in call]) for call in calls)
+            done = [index for call, is_deleted in zip(calls, deleted, strict=True) if is_deleted for index in call]
+            await self._finish([(hidden[index], leavers[index].reason) for index in done])
+            gone.update(done)
+            if len(done) < len(part):
+                for index in indexes[start + _AT_ONCE :]:
+                    one = hidden[index]
+                    await self._catalog.stop_leaving(one.namespace, one.prefix, self._level, deadline=self._deadline())
+                break
         return gone
 
     async def _delete(self, entries: Sequence[BoundaryEntry]) -> bool:

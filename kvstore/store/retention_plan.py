@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -10,8 +11,13 @@ from kvstore.catalog.entry import Level
 from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.prefixes import Node
+from kvstore.runtime.collector import let_go
 
 __all__ = ["Leaver", "LeavingPlan", "broken_of", "incomplete_of", "plan_leaving"]
+
+_SORTED_S = 256
+_SORTED_AT_ONCE = 4096
+"""Entries of so many seconds, and so many of them, are sorted at a time, which takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class LeavingPlan:
         has_broken: Boundaries that serve no hit stay for now.
     """
 
-    leavers: Sequence[Leaver]
+    leavers: list[Leaver]
     is_enough: bool
     has_broken: bool = False
 
@@ -56,6 +62,7 @@ def plan_leaving(
     now_s: int,
     make_policy: Callable[[], Policy],
     kept: Set[bytes] = frozenset(),
+    kept_since_s: int | None = None,
     broken: Set[bytes] = frozenset(),
     order: Mapping[bytes, float] | None = None,
     elsewhere: Mapping[str, int] | None = None,
@@ -72,6 +79,7 @@ def plan_leaving(
         now_s: Seconds since the Unix epoch.
         make_policy: Ranks what is free to leave.
         kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
+        kept_since_s: So do those that were first stored later; `None`: they do not.
         broken: Names of boundaries that serve no hit: they leave whether room is needed or not.
         order: Of boundaries used in the same second, from 0 to 1.
         elsewhere: Bytes that tenants with a quota take beside these entries.
@@ -96,7 +104,8 @@ def plan_leaving(
             num_uses=entry.hits,
             pool=pools.get(tenants.get(entry.namespace, ""), SHARED),
         )
-        if entry.pinned_until_s > now_s or key in kept:
+        is_new = kept_since_s is not None and entry.first_use_s > kept_since_s
+        if is_new or entry.pinned_until_s > now_s or key in kept:
             holdings.pin(node)
     leaving: list[tuple[Node, LeaveReason]] = []
     holdings.budget_bytes = holdings.used_bytes
@@ -114,7 +123,11 @@ def plan_leaving(
         Leaver(by_key[_name(node)], reason, place.get(node.parent.key) if node.parent is not None else None)
         for node, reason in leaving
     ]
-    return LeavingPlan(leavers, all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values())))
+    is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
+    del leaving
+    let_go(by_key, place)
+    holdings.let_go()
+    return LeavingPlan(leavers, is_enough)
 
 
 def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: Level) -> Set[bytes]:
@@ -149,7 +162,10 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
     for name, entry in _parents_first(held):
         if entry.parent is not None:
             is_whole[name] = is_whole[name] and is_whole.get(entry.namespace + entry.parent, False)
-    return {name: held[name].last_use_s for name in held if not is_whole[name] and held[name].pinned_until_s <= now_s}
+    broken = {name for name, whole in is_whole.items() if not whole and held[name].pinned_until_s <= now_s}
+    used_s = {name: held[name].last_use_s for name in broken}
+    let_go(held, is_whole)
+    return used_s
 
 
 def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
@@ -160,17 +176,27 @@ def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
 def _longest_unused_first(
     entries: Iterable[BoundaryEntry], level: Level, order: Mapping[bytes, float]
 ) -> dict[bytes, BoundaryEntry]:
-    """By name (namespace and prefix). Sorted second by second: one sort of them all would stop all other threads."""
-    seconds: dict[int, list[tuple[float, int, bytes, BoundaryEntry]]] = {}
+    """By name (namespace and prefix). Sorted in pieces: one sort of them all would stop all other threads."""
+    spans: dict[int, list[tuple[tuple[int, float, int, bytes], BoundaryEntry]]] = {}
     for entry in entries:
         if any(entry.slices[level]):
             name = entry.namespace + entry.prefix
-            seconds.setdefault(entry.last_use_s, []).append((order.get(name, 0.0), -entry.tokens, name, entry))
+            place = (entry.last_use_s, order.get(name, 0.0), -entry.tokens, name)
+            spans.setdefault(entry.last_use_s // _SORTED_S, []).append((place, entry))
     by_key: dict[bytes, BoundaryEntry] = {}
-    for second in sorted(seconds):
-        for *_, name, entry in sorted(seconds[second], key=lambda one: one[:3]):
-            by_key[name] = entry
+    for span in sorted(spans):
+        placed = spans.pop(span)
+        pieces = [placed[at : at + _SORTED_AT_ONCE] for at in range(0, len(placed), _SORTED_AT_ONCE)]
+        for piece in pieces:
+            piece.sort(key=_place)
+        for place, entry in heapq.merge(*pieces, key=_place):
+            by_key[place[-1]] = entry
+        let_go(placed, *pieces)
     return by_key
+
+
+def _place(one: tuple[tuple[int, float, int, bytes], BoundaryEntry]) -> tuple[int, float, int, bytes]:
+    return one[0]
 
 
 def _name(node: Node) -> bytes:

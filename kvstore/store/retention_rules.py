@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
 
-__all__ = ["RetentionRules", "start_share"]
+__all__ = ["RetentionRules", "shares"]
 
-_SLACK_SHARE_MIN, _SLACK_SHARE_MAX, _SLACK_BYTES = 0.03, 0.08, 256 << 20
+_SLACK_SHARE_MIN, _SLACK_SHARE_MAX = 0.03, 0.08
+_EVICTED_SHARE_MIN, _EVICTED_SHARE_MAX = 0.06, 0.2
+_AHEAD_BYTES = 256 << 20
+"""What may be written while a round works, and what it should be worth: a round takes a tenth of a second at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,10 @@ class RetentionRules:
             )
 
 
-def start_share(budget_bytes: int) -> float:
-    """Where eviction should start: 3% below the budget, or up to 8% of a small one, which is full again very soon."""
-    return 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, _SLACK_BYTES / budget_bytes))
+def shares(budget_bytes: int) -> tuple[float, float]:
+    """Of the budget, where eviction should start and where it should stop: 3% below it and 6% below that, or up to 8%
+    and 20% of a small one, which is full again very soon.
+    """
+    ahead = _AHEAD_BYTES / budget_bytes
+    start = 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, ahead))
+    return start, start - min(_EVICTED_SHARE_MAX, max(_EVICTED_SHARE_MIN, ahead))

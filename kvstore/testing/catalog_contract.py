@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from kvstore.catalog.base import Addition, Catalog, LeaveReason, LevelTotals, Removal, Use
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import PrefixHash, RecordKey
@@ -129,6 +129,30 @@ class CatalogContract:
         (tombstone,) = await catalog.tombstones(limit=10, deadline=_soon())
         assert (tombstone.prefix, tombstone.reason, tombstone.num_bytes) == (_prefix(64), LeaveReason.QUOTA, 22_025)
         assert (tombstone.group, tombstone.slice, tombstone.level) == (None, None, Level.COLD)
+
+    async def test_many_boundaries_leave_ends_first(self, catalog: Catalog) -> None:
+        """Of one prompt what is pinned stays, with all below it; of another, and of one that is not there, all that is
+        there leaves. The totals lose exactly what is finished.
+        """
+        await _open(catalog)
+        prompt, alone = [64, 128, 192, 256], [64 * 20, 64 * 30]
+        for tokens in (*prompt, alone[0]):
+            await catalog.add(_whole(tokens, Level.COLD), deadline=_soon())
+        await catalog.pin(_NAMESPACE, [_prefix(128)], 4_000_000_000, deadline=_soon())
+        order = [256, *alone, 192, 128, 64]
+        below = [order.index(tokens - 64) if tokens - 64 in prompt else None for tokens in order]
+        leaving = [
+            Leaving(_NAMESPACE, _prefix(tokens), 0xFFFFFFFF, place) for tokens, place in zip(order, below, strict=True)
+        ]
+        hidden = await catalog.start_leaving_all(leaving, Level.COLD, deadline=_soon())
+        assert [entry.tokens if entry is not None else None for entry in hidden] == [256, 1280, None, 192, None, None]
+        assert all(entry.leaving == {Level.COLD} for entry in hidden if entry is not None)
+        gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
+        assert await catalog.finish_leaving_all(gone, Level.COLD, deadline=_soon()) == 3 * 22_025
+        assert await catalog.finish_leaving_all(gone, Level.COLD, deadline=_soon()) == 0
+        assert await catalog.finish_leaving_all([], Level.COLD, deadline=_soon()) == 0
+        assert await _levels(catalog) == (2, LevelTotals(), LevelTotals(2, 44, 2 * 22_025))
+        assert len(await catalog.tombstones(limit=10, deadline=_soon())) == 3
 
     async def test_who_stops_leaving_is_seen_again(self, catalog: Catalog) -> None:
         """Nothing was deleted after all."""

@@ -18,7 +18,7 @@ from kvstore.store.policy_choice import AutoChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules, start_share
+from kvstore.store.retention_rules import RetentionRules, shares
 from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictPendingLog
@@ -34,7 +34,6 @@ from tests.simulation.virtual_time import VirtualClock
 
 _PROBE_S = 2.0
 LOOK_S = 4.0
-_EVICTED_SHARE = 0.06
 OWNER_LEASE_S = 10.0
 
 
@@ -121,14 +120,14 @@ class Service:
         background.spawn(self.reconciler.run(), "reconcile")
         choice, room = AutoChoice(), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
-            start = start_share(budget_bytes)
+            start, stop = shares(budget_bytes)
             room = Room(budget_bytes, int(budget_bytes * start), clock)
             retention = Retention(
                 cold,
                 Level.COLD,
                 catalog,
                 catalog.ownership(OWNER_LEASE_S),
-                RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=start - _EVICTED_SHARE),
+                RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=stop),
                 choice=choice,
                 meters=meters,
                 clock=clock,

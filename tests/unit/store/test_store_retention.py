@@ -7,44 +7,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, World, open_world
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Removal, Use
+from kvstore.catalog.base import BoundaryEntry, LeaveReason, Use
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership, SoleOwnership
+from kvstore.catalog.ownership import Ownership
 from kvstore.catalog.sqlite import SqliteCatalog
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
-from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
-from kvstore.model.kinds import FullAttention, Recurrent
-from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
-from kvstore.store.policy_choice import AutoChoice, FixedChoice
-from kvstore.store.retention import Retention
+from kvstore.store.policy_choice import AutoChoice
 from kvstore.store.retention_rules import RetentionRules
-from kvstore.testing.records import NAMESPACE, make_record
-from kvstore.tiers.memory import MemoryTier
-
-LAYOUT = Layout(16, (GroupLayout(FullAttention(), 2), GroupLayout(Recurrent(), 1)))
-RECORDS = 3
-RECORD_BYTES = 192 + 1000
-BOUNDARY_BYTES = RECORDS * RECORD_BYTES
-OTHER = NamespaceId(hashlib.sha256(b"another tenant's").digest()[:16])
-
-
-class Clock:
-    """The date is the test's, deadlines are real."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_800_000_000
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s()
-
-    def wall_ms(self) -> int:
-        return self.now_s * 1000
+from kvstore.testing.records import NAMESPACE
 
 
 class NobodysOwnership(Ownership):
@@ -57,67 +33,10 @@ class NobodysOwnership(Ownership):
         raise AssertionError("released what was never held")
 
 
-class World:
-    """A tier with its catalog; prompts of two groups, pages in two slices and states."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.clock = Clock()
-        self.tier = MemoryTier(1 << 26)
-        self.catalog = SqliteCatalog(path, clock=self.clock)
-        self.meters = Meters()
-
-    @property
-    def deadline(self) -> Deadline:
-        return Deadline.after(5.0)
-
-    def retention(self, ownership: Ownership | None = None, **rules: object) -> Retention:
-        return Retention(
-            self.tier,
-            Level.COLD,
-            self.catalog,
-            ownership or SoleOwnership(),
-            RetentionRules(**rules),  # type: ignore[arg-type]
-            choice=FixedChoice("lru"),
-            meters=self.meters,
-            clock=self.clock,
-        )
-
-    async def save(self, prompt: str, num_pages: int, namespace: NamespaceId = NAMESPACE) -> list[PrefixHash]:
-        path = [PrefixHash(hashlib.sha256(f"{prompt} {page}".encode()).digest()) for page in range(num_pages)]
-        for page, prefix in enumerate(path):
-            for group, slice_ in ((0, 0), (0, 1), (1, 0)):
-                record = make_record(RecordKey(namespace, prefix, group, slice_))
-                await self.tier.put(record, deadline=self.deadline)
-                parent = path[page - 1] if page else None
-                addition = Addition(record.key, Level.COLD, record.num_bytes, 16 * (page + 1), parent)
-                assert await self.catalog.add([addition], deadline=self.deadline) == [True]
-        self.clock.now_s += 1
-        return path
-
-    async def held(self, path: list[PrefixHash], namespace: NamespaceId = NAMESPACE) -> list[int]:
-        """For each boundary how many of its records the tier has."""
-        keys = [RecordKey(namespace, prefix, group, slice_) for prefix in path for group, slice_ in _SLICES]
-        sizes = await self.tier.head(keys, deadline=self.deadline)
-        return [sum(size is not None for size in sizes[at : at + RECORDS]) for at in range(0, len(sizes), RECORDS)]
-
-    async def used_bytes(self) -> int:
-        totals = await self.catalog.totals(deadline=self.deadline)
-        return sum(total.levels[Level.COLD].num_bytes for total in totals.values())
-
-
-_SLICES = ((0, 0), (0, 1), (1, 0))
-
-
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    world = World(tmp_path / "catalog.sqlite")
-    await world.catalog.register(NAMESPACE, LAYOUT, "", deadline=world.deadline)
-    await world.catalog.register(OTHER, LAYOUT, "paying", deadline=world.deadline)
-    await world.catalog.set_complete(True, deadline=world.deadline)
-    yield world
-    await world.catalog.aclose()
-    await world.tier.aclose()
+    async with open_world(tmp_path) as world:
+        yield world
 
 
 async def test_under_the_budget_nothing_leaves(world: World) -> None:
@@ -198,82 +117,6 @@ async def test_what_is_not_used_for_its_time_to_live_leaves(world: World) -> Non
     assert tombstone.reason is LeaveReason.EXPIRED
 
 
-async def lose(world: World, prefix: PrefixHash, *, only: tuple[int, int] | None = None) -> None:
-    """A boundary's records, or one of them, are gone, as if they had never come."""
-    for group, slice_ in [only] if only is not None else _SLICES:
-        key = RecordKey(NAMESPACE, prefix, group, slice_)
-        await world.tier.delete(key, deadline=world.deadline)
-        removal = Removal(key, Level.COLD, RECORD_BYTES, LeaveReason.LOST)
-        await world.catalog.remove([removal], deadline=world.deadline)
-
-
-async def test_what_serves_no_hit_leaves_when_nobody_mends_it(world: World) -> None:
-    """The start of a prompt is gone while its end came, and of another a slice in the middle: what is behind the hole
-    is given a minute, and leaves then though there is room. What is before it stays.
-    """
-    headless, torn, whole = await world.save("a", 3), await world.save("b", 3), await world.save("c", 3)
-    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
-    await lose(world, headless[0])
-    await lose(world, torn[1], only=(0, 1))
-    assert await retention.round() == 0
-    world.clock.now_s += 59
-    assert await retention.round() == 0
-    assert (await world.held(headless), await world.held(torn)) == ([0, 3, 3], [3, 2, 3])
-    world.clock.now_s += 1
-    assert await retention.round() == 4 * BOUNDARY_BYTES - RECORD_BYTES
-    assert (await world.held(headless), await world.held(torn)) == ([0, 0, 0], [3, 0, 0])
-    assert await world.held(whole) == [3, 3, 3]
-    tombstones = await world.catalog.tombstones(limit=4, deadline=world.deadline)
-    assert {tombstone.reason for tombstone in tombstones} == {LeaveReason.BROKEN}
-
-
-async def test_what_is_mended_in_time_stays(world: World) -> None:
-    """The start was only late: nothing leaves, and nobody looks any more."""
-    path = await world.save("a", 3)
-    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
-    await lose(world, path[0])
-    assert await retention.round() == 0
-    await world.save("a", 1)
-    world.clock.now_s += 60
-    assert await retention.round() == 0
-    await lose(world, path[0])
-    world.clock.now_s += 600
-    assert await retention.round() == 0
-    assert await world.held(path) == [0, 3, 3]
-
-
-async def test_a_boundary_without_a_state_is_whole(world: World) -> None:
-    """States are not saved at every page: the pages of a group that is not there at all serve what is behind them."""
-    path = await world.save("a", 3)
-    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
-    await lose(world, path[1], only=(1, 0))
-    world.clock.now_s += 100
-    assert await retention.round() == 0
-    assert await world.held(path) == [3, 2, 3]
-
-
-async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world: World) -> None:
-    """Redis was flushed and not reindexed yet: the start may be stored, though the catalog does not tell of it."""
-    path = await world.save("a", 3)
-    await lose(world, path[0])
-    await world.catalog.set_complete(False, deadline=world.deadline)
-    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
-    for _ in range(3):
-        world.clock.now_s += 100
-        assert await retention.round() == 0
-    assert await world.held(path) == [0, 3, 3]
-
-
-async def test_what_serves_no_hit_stays_while_it_is_pinned(world: World) -> None:
-    """An operator's word counts, whatever is missing."""
-    path = await world.save("a", 3)
-    await lose(world, path[0])
-    await world.catalog.pin(NAMESPACE, [path[1]], world.clock.now_s + 1000, deadline=world.deadline)
-    world.clock.now_s += 100
-    await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round()
-    assert await world.held(path) == [0, 3, 0]
-
-
 async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World) -> None:
     """A boundary that is read between the plan and its turn stays, and so does what it stands on."""
     path = await world.save("a", 3)
@@ -292,27 +135,6 @@ async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World
     assert await world.held(path) == [3, 3, 3]
     await world.catalog.aclose()
     world.catalog = own
-
-
-async def test_a_tier_that_refuses_leaves_no_hole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deletes fail half-way: what stands below stays, and the next round finishes what is hidden."""
-    path = await world.save("a", 3)
-    real = world.tier.delete
-
-    async def refuse(key: RecordKey, *, deadline: Deadline) -> bool:
-        if key.group == 1:
-            raise Unavailable("not now")
-        return await real(key, deadline=deadline)
-
-    monkeypatch.setattr(world.tier, "delete", refuse)
-    retention = world.retention(budget_bytes=1)
-    assert await retention.round() == 0
-    assert (await world.held(path))[:2] == [3, 3]
-    assert await world.used_bytes() == 3 * BOUNDARY_BYTES  # nothing is taken off before it is deleted
-    monkeypatch.setattr(world.tier, "delete", real)
-    assert await retention.round() == 3 * BOUNDARY_BYTES
-    assert await world.held(path) == [0, 0, 0]
-    assert await world.used_bytes() == 0
 
 
 async def test_only_the_owner_evicts(world: World) -> None:

@@ -1,0 +1,176 @@
+"""Retention where things went wrong: starts that never came, tiers that refuse, levels that cannot shrink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from retention_world import BOUNDARY_BYTES, OTHER, RECORD_BYTES, World, open_world
+
+from kvstore.catalog.base import LeaveReason
+from kvstore.catalog.entry import Level
+from kvstore.errors import Unavailable
+from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.room import Room
+from kvstore.testing.records import NAMESPACE
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with open_world(tmp_path) as world:
+        yield world
+
+
+async def test_what_serves_no_hit_leaves_when_nobody_mends_it(world: World) -> None:
+    """The start of a prompt is gone while its end came, and of another a slice in the middle: what is behind the hole
+    is given a minute, and leaves then though there is room. What is before it stays.
+    """
+    headless, torn, whole = await world.save("a", 3), await world.save("b", 3), await world.save("c", 3)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    await world.lose(headless[0])
+    await world.lose(torn[1], only=(0, 1))
+    assert await retention.round() == 0
+    world.clock.now_s += 59
+    assert await retention.round() == 0
+    assert (await world.held(headless), await world.held(torn)) == ([0, 3, 3], [3, 2, 3])
+    world.clock.now_s += 1
+    assert await retention.round() == 4 * BOUNDARY_BYTES - RECORD_BYTES
+    assert (await world.held(headless), await world.held(torn)) == ([0, 0, 0], [3, 0, 0])
+    assert await world.held(whole) == [3, 3, 3]
+    tombstones = await world.catalog.tombstones(limit=4, deadline=world.deadline)
+    assert {tombstone.reason for tombstone in tombstones} == {LeaveReason.BROKEN}
+
+
+async def test_what_is_mended_in_time_stays(world: World) -> None:
+    """The start was only late: nothing leaves, and nobody looks any more."""
+    path = await world.save("a", 3)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    await world.lose(path[0])
+    assert await retention.round() == 0
+    await world.save("a", 1)
+    world.clock.now_s += 60
+    assert await retention.round() == 0
+    await world.lose(path[0])
+    world.clock.now_s += 600
+    assert await retention.round() == 0
+    assert await world.held(path) == [0, 3, 3]
+
+
+async def test_a_boundary_without_a_state_is_whole(world: World) -> None:
+    """States are not saved at every page: the pages of a group that is not there at all serve what is behind them."""
+    path = await world.save("a", 3)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    await world.lose(path[1], only=(1, 0))
+    world.clock.now_s += 100
+    assert await retention.round() == 0
+    assert await world.held(path) == [3, 2, 3]
+
+
+async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world: World) -> None:
+    """Redis was flushed and not reindexed yet: the start may be stored, though the catalog does not tell of it."""
+    path = await world.save("a", 3)
+    await world.lose(path[0])
+    await world.catalog.set_complete(False, deadline=world.deadline)
+    retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
+    for _ in range(3):
+        world.clock.now_s += 100
+        assert await retention.round() == 0
+    assert await world.held(path) == [0, 3, 3]
+
+
+async def test_what_serves_no_hit_stays_while_it_is_pinned(world: World) -> None:
+    """An operator's word counts, whatever is missing."""
+    path = await world.save("a", 3)
+    await world.lose(path[0])
+    await world.catalog.pin(NAMESPACE, [path[1]], world.clock.now_s + 1000, deadline=world.deadline)
+    world.clock.now_s += 100
+    await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round()
+    assert await world.held(path) == [0, 3, 0]
+
+
+async def test_a_tier_that_refuses_leaves_no_hole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deletes fail half-way: what is hidden stays hidden, nothing is taken off before it is deleted, and the next round
+    finishes it.
+    """
+    path = await world.save("a", 3)
+    real = world.tier.delete
+
+    async def refuse(key: RecordKey, *, deadline: Deadline) -> bool:
+        if key.group == 1:
+            raise Unavailable("not now")
+        return await real(key, deadline=deadline)
+
+    monkeypatch.setattr(world.tier, "delete", refuse)
+    retention = world.retention(budget_bytes=1)
+    assert await retention.round() == 0
+    table = await world.catalog.lookup(NAMESPACE, path, deadline=world.deadline)
+    assert not table.rows(Level.COLD).any()
+    assert await world.used_bytes() == 3 * BOUNDARY_BYTES
+    assert world.meters.get("retention_failures", tier=world.tier.name) == 1
+    monkeypatch.setattr(world.tier, "delete", real)
+    assert await retention.round() == 3 * BOUNDARY_BYTES
+    assert await world.held(path) == [0, 0, 0]
+    assert await world.used_bytes() == 0
+
+
+async def test_a_round_that_fails_half_way_shows_again_what_it_had_not_begun(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier goes away after the first of many deletes: the starts of the prompts, which were hidden with their ends,
+    are seen again and whole; another service finishes what was begun.
+    """
+    path = await world.save("a", 200)
+    real, calls = world.tier.delete_all, 0
+
+    async def fail_later(keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise Unavailable("not now")
+        await real(keys, deadline=deadline)
+
+    monkeypatch.setattr(world.tier, "delete_all", fail_later)
+    left = await world.retention(budget_bytes=1).round()
+    assert left == 32 * BOUNDARY_BYTES
+    assert await world.used_bytes() == (200 - 32) * BOUNDARY_BYTES
+    table = await world.catalog.lookup(NAMESPACE, path, deadline=world.deadline)
+    seen = [bool(row.any()) for row in table.rows(Level.COLD)]
+    assert seen == [True] * (200 - 64) + [False] * 64
+    assert await world.held(path) == [3] * (200 - 32) + [0] * 32
+    monkeypatch.setattr(world.tier, "delete_all", real)
+    assert await world.retention(budget_bytes=500 * BOUNDARY_BYTES).round() == 32 * BOUNDARY_BYTES
+    assert await world.held(path) == [3] * (200 - 64) + [0] * 64
+
+
+async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: World) -> None:
+    """All is pinned: a put that does not fit is refused at once instead of waiting; after the pin's end it is taken."""
+    path = await world.save("a", 3)
+    await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
+    room = Room(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(room=room, budget_bytes=3 * BOUNDARY_BYTES)
+    key = RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0)
+    assert await retention.round() == 0
+    assert not await room.take(key, RECORD_BYTES, Deadline.after(60.0))
+    world.clock.now_s += 101
+    assert await retention.round() > 0
+    assert await room.take(key, RECORD_BYTES, Deadline.after(60.0))
+
+
+async def test_a_room_is_not_stuck_while_something_is_written(world: World) -> None:
+    """Nothing can leave now, but what is being written may make something free: whoever waits goes on waiting."""
+    path = await world.save("a", 3)
+    await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
+    room = Room(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(room=room, budget_bytes=3 * BOUNDARY_BYTES)
+    room.settle(3 * BOUNDARY_BYTES)
+    waiting = asyncio.ensure_future(room.take(RecordKey(OTHER, path[0], 0, 0), RECORD_BYTES, Deadline.after(60.0)))
+    await asyncio.sleep(0)
+    assert await retention.round() == 0
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    world.clock.now_s += 101
+    assert await retention.round() > 0
+    assert await waiting
