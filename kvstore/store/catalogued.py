@@ -69,7 +69,8 @@ class CataloguedTier(Tier):
         is_stored = False
         try:
             outcome = await self._put(record, deadline)
-            is_stored = outcome is PutOutcome.STORED
+            # one that was there may be new to the books: counted until the totals are read the next time
+            is_stored = outcome is not PutOutcome.FULL
         finally:
             self._room.end(record.key, cost_bytes, is_stored=is_stored)
         return outcome

@@ -15,6 +15,7 @@ from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.pending_redis import RedisPendingLog
 from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -141,6 +142,64 @@ async def test_another_service_finishes_what_a_dead_one_left(world: World) -> No
     assert second.meters.get("pending_finished", outcome="stored") == 20
     assert set(world.hot.keys_allowed) == {record.key for record in prompt.records()}
     assert (await stage(second, prompt)).resume_tokens == 640
+
+
+class Gated(FaultyTier):
+    """Its puts wait to be let through."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner, name="redis")
+        self.began, self.go = asyncio.Event(), asyncio.Event()
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self.began.set()
+        await self.go.wait()
+        return await super().put(record, deadline=deadline)
+
+
+class Deaf(RedisPendingLog):
+    """Renews and claims no lease while it is deaf, as when Redis answers others alone; counts what it adds."""
+
+    is_deaf = True
+    num_adds = 0
+
+    async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        if self.is_deaf:
+            raise Unavailable("the log was told not to answer")
+        return await super().renew(keys, deadline=deadline)
+
+    async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
+        if self.is_deaf:
+            raise Unavailable("the log was told not to answer")
+        return await super().claim(limit, deadline=deadline)
+
+    async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
+        self.num_adds += 1
+        return await super().add(entries, deadline=deadline)
+
+
+async def test_an_entry_that_another_service_ended_before_the_record_was_there_is_written_again(world: World) -> None:
+    """A write to the hot tier takes longer than its lease: another service takes the entry over, finds the record
+    nowhere and ends it. The writer notices, so that its record never stands in the hot tier without an entry.
+    """
+    prompt, hot = Prompt(ATTENTION, "a", 64), Gated(world.hot.inner)
+    record, log = prompt.records()[0], Deaf(world.client, world.scope, lease_s=LEASE_S)
+    slow = TieredStore(MemoryTier(16 * MIB), hot, world.cold, pending=log, limits=PATIENT)
+    world.stores.append(slow)
+    await slow.open_namespace(prompt.description, deadline=soon())
+    saving = asyncio.ensure_future(slow.save(record, ack=Ack.HOT, retention=Retention.SHORT, deadline=soon()))
+    await hot.began.wait()
+    assert (await world.totals()).num_records == 1
+    other = await world.store(prompt)
+    await until(lambda: other.meters.get("pending_finished", outcome="lost") == 1)
+    await world.finished()
+    log.is_deaf = False
+    hot.go.set()
+    assert await saving is SaveOutcome.STORED
+    assert log.num_adds == 2
+    await world.finished()
+    assert await world.hot.head([record.key], deadline=soon()) == [record.num_bytes]
+    assert hot.keys_allowed == [record.key]
 
 
 async def test_a_service_that_stops_gives_back_what_it_did_not_finish(world: World) -> None:

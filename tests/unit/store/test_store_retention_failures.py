@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
-from retention_world import BOUNDARY_BYTES, OTHER, RECORD_BYTES, World, open_world
+from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, World, open_world
 
 from kvstore.catalog.base import LeaveReason
 from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.store.catalogued import CataloguedTier
+from kvstore.store.recorder import Recorder
 from kvstore.store.room import Room
-from kvstore.testing.records import NAMESPACE
+from kvstore.testing.records import NAMESPACE, make_record
+from kvstore.tiers.base import PutOutcome
 
 
 @pytest.fixture
@@ -174,3 +177,19 @@ async def test_a_room_is_not_stuck_while_something_is_written(world: World) -> N
     world.clock.now_s += 101
     assert await retention.round() > 0
     assert await waiting
+
+
+async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: World) -> None:
+    """A put was refused because its boundary was being deleted, and its record survived: told of when it is put again,
+    it counts at once, not only when the totals are read the next time.
+    """
+    recorder = Recorder(world.catalog, world.meters, world.clock)
+    recorder.register(NAMESPACE, LAYOUT, "")
+    room = Room(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
+    room.settle(0)
+    record = make_record(RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0))
+    await world.tier.put(record, deadline=world.deadline)
+    tier = CataloguedTier(world.tier, Level.COLD, recorder, room)
+    assert await tier.put(record, deadline=world.deadline) is PutOutcome.EXISTS
+    assert (room.used_bytes, await world.used_bytes()) == (RECORD_BYTES, RECORD_BYTES)
+    await recorder.aclose()
