@@ -138,3 +138,21 @@ async def test_requests_and_bytes_are_counted(server: CephRgw) -> None:
     assert seen == {"GET": 1, "PUT": 1, "HEAD": 2, "LIST": 1, "COPY": 1, "DELETE": 1}
     assert meters.get("s3_received_bytes") == meters.get("s3_sent_bytes") == record.num_bytes
     await tier.aclose()
+
+
+async def test_many_are_removed_by_one_request(server: CephRgw) -> None:
+    """A real gateway takes the list of names; a wrong secret is told, not taken for an endpoint that cannot."""
+    meters = Meters()
+    credentials = {"access_key": server.access_key, "secret_key": server.secret_key}
+    tier = await S3Tier.open("pages", "many", endpoint_url=server.endpoint_url, meters=meters, **credentials)
+    records = [make_record(number) for number in range(40, 60)]
+    for record in records:
+        await tier.put(record, deadline=Deadline.after(8))
+    await tier.delete_all([record.key for record in records], deadline=Deadline.after(8))
+    assert [entry async for entry in tier.scan()] == []
+    assert meters.get("s3_requests", verb="DELETE") == 1
+    await tier.aclose()
+    stranger = await open_tier(server, secret_key="not-the-secret")
+    with pytest.raises(Unavailable, match="check the access key"):
+        await stranger.delete_all([record.key for record in records], deadline=Deadline.after(8))
+    await stranger.aclose()

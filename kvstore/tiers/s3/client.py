@@ -15,24 +15,21 @@ from botocore.utils import get_environ_proxies
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.meters import Meters
-from kvstore.tiers.gather import gather_all
+from kvstore.tiers.s3.bulk_delete import BulkDelete, add_content_md5
 from kvstore.tiers.s3.connections import Connections
-from kvstore.tiers.s3.failures import Absent, Conflict, NoBucket, Taken, Throttled, Transient, refusal, translated
+from kvstore.tiers.s3.failures import Absent, NoBucket, Throttled, translated
 from kvstore.tiers.s3.objects import Objects
 from kvstore.tiers.s3.pacing import Pace
 
-__all__ = ["DELETED_AT_ONCE", "S3Client"]
+__all__ = ["S3Client"]
 
 _CHUNK_BYTES = 1 << 20
 _CONNECT_S = 3.0
 _READ_S = 20.0
 _ATTEMPTS = 3
 
-DELETED_AT_ONCE = 1000
-"""As many as S3 takes."""
-
 _VERBS = {"ListObjectsV2": "LIST", "CopyObject": "COPY", "DeleteObjects": "DELETE"}
-"""What is counted apart from its HTTP method, because it costs otherwise."""
+"""What is not counted under its HTTP method, because it costs otherwise."""
 
 
 class S3Client:
@@ -42,6 +39,7 @@ class S3Client:
         bucket: Its name.
         endpoint: Where it is.
         objects: The byte path; `None` behind an HTTP proxy, which it does not know.
+        delete_all: Removes many objects.
     """
 
     def __init__(self, bucket: str, client: Any, stack: AsyncExitStack, pace: Pace, meters: Meters) -> None:
@@ -53,8 +51,10 @@ class S3Client:
         self._pace = pace
         self._meters = meters
         self._bucket_seen = False
-        self._deletes_many = True
+        where = {"bucket": bucket, "endpoint": self.endpoint}
+        self.delete_all = BulkDelete(self._delete_many, self.delete, where)
         client.meta.events.register("before-send.s3", self._count)
+        client.meta.events.register("before-sign.s3.DeleteObjects", add_content_md5)
 
     @classmethod
     async def open(
@@ -214,38 +214,15 @@ class S3Client:
         except Absent:
             return
 
-    async def delete_many(self, names: Sequence[str]) -> None:
-        """Remove up to `DELETED_AT_ONCE` objects; ones that are not there are no error. In one request, unless the
-        endpoint refuses such a one, as not all know it: then one by one, from then on.
-
-        Raises:
-            Unavailable: Some may be left.
-        """
-        if self._deletes_many:
-            try:
-                await self._delete_many(names)
-                return
-            except Transient:
-                raise
-            except Unavailable:  # for another reason, the single ones are refused as well
-                pass
-        await gather_all(self.delete(name) for name in names)
-        self._deletes_many = False
-
-    async def _delete_many(self, names: Sequence[str]) -> None:
+    async def _delete_many(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Remove a thousand objects at most; returns what S3 says of those that it did not remove."""
         wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
             async with self._request():
                 answer = await self._client.delete_objects(Bucket=self.bucket, Delete=wanted)
-        except NoBucket as error:
+        except (NoBucket, Absent) as error:
             raise self._no_bucket() from error
-        except (Absent, Conflict, Taken) as error:
-            raise Unavailable("S3 knows no removal of many objects", endpoint=self.endpoint) from error
-        failed = [str(item.get("Code")) for item in answer.get("Errors", ()) if item.get("Code") != "NoSuchKey"]
-        if failed:
-            where = {"bucket": self.bucket, "endpoint": self.endpoint}
-            why = refusal(failed[0], None, where)
-            raise why if isinstance(why, Unavailable) else Unavailable("S3 left objects", **where, code=failed[0])
+        return list(answer.get("Errors", ()))
 
     async def copy(self, source: str, target: str) -> bool:
         """Copy an object inside the bucket. False: it is not there."""

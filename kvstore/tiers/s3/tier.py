@@ -16,7 +16,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
 from kvstore.tiers.gather import gather_all
-from kvstore.tiers.s3.client import DELETED_AT_ONCE, S3Client
+from kvstore.tiers.s3.client import S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
 from kvstore.tiers.s3.url import S3Url
 from kvstore.tiers.verify import check_deadline, open_off_loop
@@ -154,12 +154,10 @@ class S3Tier(Tier):
             return True
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """As `Tier.delete_all`, many in a request."""
+        """As `Tier.delete_all`: a request for each thousand, where the endpoint can."""
         self._check(deadline)
-        names = [self._name(key) for key in keys]
         async with self._until(deadline, "removing records"):
-            for start in range(0, len(names), DELETED_AT_ONCE):
-                await self._client.delete_many(names[start : start + DELETED_AT_ONCE])
+            await self._client.delete_all([self._name(key) for key in keys])
 
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy."""

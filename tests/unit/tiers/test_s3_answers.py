@@ -72,7 +72,7 @@ def deleted_answer(*codes: str) -> bytes:
 
 async def test_many_records_are_removed_in_one_request() -> None:
     """What is already gone does not matter."""
-    keys = [make_key(number) for number in range(1001)]
+    keys = [make_key(number) for number in range(1002)]
     async with tier_that_hears(deleted_answer("NoSuchKey")) as (tier, requests):
         await tier.delete_all(keys, deadline=Deadline.after(30))
     assert [request.split(b" ", 2)[0] for request in requests] == [b"POST", b"POST"]
@@ -80,8 +80,8 @@ async def test_many_records_are_removed_in_one_request() -> None:
 
 async def test_records_that_s3_did_not_remove_are_told() -> None:
     """The request went well, one of its objects did not."""
-    async with tier_that_hears(deleted_answer("NoSuchKey", "InternalError")) as (tier, requests):
-        with pytest.raises(Unavailable, match="InternalError"):
+    async with tier_that_hears(deleted_answer("NoSuchKey", "AccessDenied")) as (tier, requests):
+        with pytest.raises(Unavailable, match="s3:GetObject"):
             await tier.delete_all([make_key(1), make_key(2)], deadline=Deadline.after(30))
     assert len(requests) == 1
 
@@ -100,8 +100,8 @@ async def test_credentials_that_may_not_remove() -> None:
     async with tier_that_hears(error_answer("403 Forbidden", "AccessDenied")) as (tier, requests):
         for _ in range(2):
             with pytest.raises(Unavailable, match="s3:GetObject"):
-                await tier.delete_all([make_key(1)], deadline=Deadline.after(30))
-    assert [request.split(b" ", 2)[0] for request in requests] == [b"POST", b"DELETE"] * 2
+                await tier.delete_all([make_key(1), make_key(2)], deadline=Deadline.after(30))
+    assert [request.split(b" ", 2)[0] for request in requests].count(b"POST") == 2
 
 
 async def test_conflict_is_asked_again() -> None:
