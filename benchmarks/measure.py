@@ -6,11 +6,11 @@ import asyncio
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Ceiling", "Listener", "Plan", "Row", "Work", "measure", "windowed"]
+__all__ = ["Ceiling", "Listener", "Plan", "Row", "Work", "measure", "measure_in_turn", "windowed"]
 
 GB = 1e9
 
@@ -85,6 +85,7 @@ class Row:
         ceiling: What it is compared with.
         ceiling_gb_s: Median of the same bytes' ceiling, measured in turn with `gb_s`.
         cpu_s_per_gb: Median processor seconds, as `Work.cpu_s` counts them.
+        raw_get_gb_s: For gets from Redis: the most that a raw client got from the same Redis, in the same turns.
     """
 
     what: str
@@ -94,13 +95,18 @@ class Row:
     ceiling: str
     ceiling_gb_s: float
     cpu_s_per_gb: float
+    raw_get_gb_s: float | None = None
 
     @property
     def ratio(self) -> float:
         return self.gb_s / self.ceiling_gb_s
 
+    @property
+    def raw_get_ratio(self) -> float | None:
+        return self.gb_s / self.raw_get_gb_s if self.raw_get_gb_s is not None else None
+
     def as_json(self) -> dict[str, Any]:
-        return {
+        fields: dict[str, Any] = {
             "what": self.what,
             "size_bytes": self.size_bytes,
             "in_flight": self.in_flight,
@@ -110,39 +116,71 @@ class Row:
             "ratio": round(self.ratio, 4),
             "cpu_s_per_gb": round(self.cpu_s_per_gb, 4),
         }
+        if self.raw_get_gb_s is not None and self.raw_get_ratio is not None:
+            fields |= {"raw_get_gb_s": round(self.raw_get_gb_s, 4), "raw_get_ratio": round(self.raw_get_ratio, 4)}
+        return fields
 
 
 async def measure(
     what: str, work: Work, ceiling: Ceiling, *, size_bytes: int, num_bytes: int, in_flight: int, repetitions: int
 ) -> Row:
-    """Run ceiling and work in turn, so that whatever else the machine does meets both alike; the first turn is free.
+    """`measure_in_turn` of one work."""
+    (row,) = await measure_in_turn(
+        [(what, work)],
+        ceiling,
+        size_bytes=size_bytes,
+        num_bytes=num_bytes,
+        in_flight=in_flight,
+        repetitions=repetitions,
+    )
+    return row
+
+
+async def measure_in_turn(
+    works: Sequence[tuple[str, Work]],
+    ceiling: Ceiling,
+    *,
+    size_bytes: int,
+    num_bytes: int,
+    in_flight: int,
+    repetitions: int,
+) -> list[Row]:
+    """Run ceiling and works in turn, so that whatever else the machine does meets all alike; the first turn is free.
 
     Args:
-        what: Name of the row.
-        work: Moves `num_bytes` in each run.
+        works: The name of each row, and what moves `num_bytes` in each run.
         ceiling: Moves as many.
         size_bytes: Of one page or record.
         num_bytes: Of all of them.
-        in_flight: Calls at a time, as `work` was told.
+        in_flight: Calls at a time, as the works were told.
         repetitions: Timed turns, at least one.
     """
-    rates, ceiling_rates, costs = [], [], []
+    gb = num_bytes / GB
+    ceiling_rates: list[float] = []
+    rates: list[list[float]] = [[] for _ in works]
+    costs: list[list[float]] = [[] for _ in works]
     for turn in range(1 + repetitions):
         started_s = time.perf_counter()
         ceiling.run()
         ceiling_s = time.perf_counter() - started_s
-        await work.before()
-        cpu_s, started_s = work.cpu_s(), time.perf_counter()
-        await work.run()
-        work_s, cpu_s = time.perf_counter() - started_s, work.cpu_s() - cpu_s
-        await work.after()
-        await asyncio.sleep(0)  # work that never waits would let nobody interrupt it
         if turn > 0:
-            ceiling_rates.append(num_bytes / GB / ceiling_s)
-            rates.append(num_bytes / GB / work_s)
-            costs.append(cpu_s / (num_bytes / GB))
+            ceiling_rates.append(gb / ceiling_s)
+        for index, (_, work) in enumerate(works):
+            await work.before()
+            cpu_s, started_s = work.cpu_s(), time.perf_counter()
+            await work.run()
+            work_s, cpu_s = time.perf_counter() - started_s, work.cpu_s() - cpu_s
+            await work.after()
+            await asyncio.sleep(0)  # work that never waits would let nobody interrupt it
+            if turn > 0:
+                rates[index].append(gb / work_s)
+                costs[index].append(cpu_s / gb)
     median = statistics.median
-    return Row(what, size_bytes, in_flight, median(rates), ceiling.name, median(ceiling_rates), median(costs))
+    ceiling_gb_s = median(ceiling_rates)
+    return [
+        Row(what, size_bytes, in_flight, median(rates[index]), ceiling.name, ceiling_gb_s, median(costs[index]))
+        for index, (what, _) in enumerate(works)
+    ]
 
 
 async def windowed(calls: Iterable[Callable[[], Awaitable[None]]], in_flight: int) -> None:

@@ -19,7 +19,7 @@ def as_line(rows: Sequence[Row]) -> str:
 
 def as_table(rows: Sequence[Row]) -> Table:
     table = Table(title="each figure beside a ceiling of the same minute")
-    for name in ("what", "size", "in flight", "GB/s", "ceiling", "its GB/s", "ratio", "CPU s/GB"):
+    for name in ("what", "size", "in flight", "GB/s", "ceiling", "its GB/s", "ratio", "of raw GET", "CPU s/GB"):
         table.add_column(name, justify="left" if name in ("what", "ceiling") else "right")
     for row in rows:
         table.add_row(
@@ -30,6 +30,7 @@ def as_table(rows: Sequence[Row]) -> Table:
             row.ceiling,
             f"{row.ceiling_gb_s:.2f}",
             f"{row.ratio:.2f}",
+            f"{row.raw_get_ratio:.2f}" if row.raw_get_ratio is not None else "",
             f"{row.cpu_s_per_gb:.2f}",
         )
     return table

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.ceilings import Peer
-from benchmarks.measure import Listener, Plan, Row, Work, measure, windowed
+from benchmarks.measure import Listener, Plan, Row, Work, measure_in_turn, windowed
 from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
 from kvstore.api import Ack, PageStore, Retention, SaveOutcome
@@ -241,30 +241,36 @@ async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
         await store.occupy(pages.batch().records[0])
 
 
-async def store_rows(store: Store, peer: Peer, plan: Plan, listener: Listener) -> list[Row]:
-    """A row for put and one for get, for each size and number of calls in flight."""
+async def store_rows(
+    store: Store, peer: Peer, plan: Plan, listener: Listener, beside: Sequence[Store] = ()
+) -> list[Row]:
+    """A row for put and one for get, for each size and number of calls in flight.
+
+    What stands in `beside` is only got from, in turn with the store, and has a row each.
+    """
     rows = []
     for size_bytes in plan.sizes:
         most = RecordPages(size_bytes, max(plan.num_pages(size_bytes), *plan.in_flights))
         for in_flight in plan.in_flights:
             pages = most.first(max(plan.num_pages(size_bytes), in_flight))
             links = store.num_connections(pages.record_bytes, in_flight)
-            works = (("put", _Put, peer.puts(pages.sources, links)), ("get", _Get, peer.gets(pages.targets, links)))
-            for verb, kind, ceiling in works:
+            puts: list[tuple[str, Work]] = [(f"{store.name} put", _Put(store, pages, in_flight))]
+            gets: list[tuple[str, Work]] = [
+                (f"{one.name} get", _Get(one, pages, in_flight)) for one in (store, *beside)
+            ]
+            turns = (("put", puts, peer.puts(pages.sources, links)), ("get", gets, peer.gets(pages.targets, links)))
+            for verb, works, ceiling in turns:
                 if verb not in plan.verbs:
                     continue
                 listener.measuring(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
-                work = kind(store, pages, in_flight)
-                row = await measure(
-                    f"{store.name} {verb}",
-                    work,
+                rows += await measure_in_turn(
+                    works,
                     ceiling,
                     size_bytes=pages.record_bytes,
                     num_bytes=pages.num_bytes,
                     in_flight=in_flight,
                     repetitions=plan.repetitions,
                 )
-                rows.append(row)
     return rows
 
 

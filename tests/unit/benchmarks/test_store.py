@@ -23,10 +23,12 @@ def test_rows_of_redis(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(line)
     whats = {f"{store}_{verb}" for store in ("redis", "redispy", "service_redis") for verb in ("put", "get")}
     seen = {(row["what"], row["size_bytes"], row["in_flight"]) for row in rows}
+    whats |= {"redis_raw_get", "redis_raw_ranged_get"}
     assert seen == {(what, size, calls) for what in whats for size in (4096, 5 << 20) for calls in (1, 3)}
     for row in rows:
-        assert set(row) == COLUMNS
+        assert set(row) == COLUMNS | ({"raw_get_gb_s", "raw_get_ratio"} if row["what"] == "redis_get" else set())
         assert row["gb_s"] > 0 and row["ceiling_gb_s"] > 0 and row["cpu_s_per_gb"] > 0
+        # the ceiling has as many connections as the tier uses: one for each record under way, four at most
         # the ceiling has as many connections as the tier uses: one for each value under way, four at most
         values = row["in_flight"] * (2 if row["size_bytes"] - VALUE_OVERHEAD_BYTES > 4 << 20 else 1)
         if not row["what"].startswith("redispy"):
