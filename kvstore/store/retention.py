@@ -36,7 +36,8 @@ _LOOK_SHARE = 0.1
 """Of the time, for looks at the totals while others write: over all slots of a cluster they cost something."""
 _AT_ONCE, _TOGETHER = 64, 16
 """Boundaries that are deleted at a time, and those of them in one call."""
-_HIDDEN_AT_ONCE = 256
+_READ_AT_ONCE = 64
+_HIDDEN_AT_ONCE = 64
 """Boundaries that are hidden before the first of them is deleted."""
 
 
@@ -191,6 +192,8 @@ class Retention:
             async for entry in self._catalog.iterate(namespace):
                 if self._level not in entry.leaving:
                     entries.append(entry)
+                    if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
+                        await asyncio.sleep(0)
                 elif await self._delete([entry]):
                     left += await self._finish([(entry, LeaveReason.EVICTED)])
         return entries, left
@@ -307,15 +310,18 @@ class Retention:
         left = 0
         stay: set[int] = set()
         for start in range(0, len(leavers), _HIDDEN_AT_ONCE):
-            indexes = [index for index in range(start, min(start + _HIDDEN_AT_ONCE, len(leavers))) if index not in stay]
+            part = range(start, min(start + _HIDDEN_AT_ONCE, len(leavers)))
+            for index in part:  # ends come first: whatever one that stays stands on stays as well
+                if index in stay and (below := leavers[index].parent) is not None:
+                    stay.add(below)
+            indexes = [index for index in part if index not in stay]
             place = {index: at for at, index in enumerate(indexes)}
             leaving = [_leaving(leavers[index], place) for index in indexes]
             hidden = await self._catalog.start_leaving_all(leaving, self._level, deadline=self._deadline())
             entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
             gone = await self._delete_all(entries, leavers)
             left += sum(entries[index].num_bytes(self._level) for index in gone)
-            # ends come first, so what stays here is known before what it stands on has its turn
-            for index in range(start, min(start + _HIDDEN_AT_ONCE, len(leavers))):
+            for index in part:
                 if index not in gone and (below := leavers[index].parent) is not None:
                     stay.add(below)
         return left
