@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt tools/environment.py
 	$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@
 
-test: $(STAMP) ## run the suite, real engines and real servers included (about 40 minutes on 2 cores)
+test: $(STAMP) ## run the suite, real engines and real servers included (30-45 minutes on 2 cores)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
