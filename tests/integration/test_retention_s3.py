@@ -159,7 +159,7 @@ async def _told_bytes(catalog: Catalog) -> int:
 async def _until_whole(settings: Settings, prompts: Sequence[Prompt]) -> None:
     """Return when every boundary that is left is whole; fail with what is not when that does not come."""
     async with open_tier(settings.cold, settings) as tier, open_catalog(settings, clock=CLOCK) as catalog:
-        deadline = Deadline.after(30.0)
+        deadline = Deadline.after(60.0)
         while True:
             try:
                 assert await check_whole(tier, catalog, prompts) >= 2 * BOUNDARIES
