@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt tools/environment.py
 	$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@
 
-test: $(STAMP) ## run the suite, real engines and real servers included (30-45 minutes on 2 cores)
+test: $(STAMP) ## run the suite, real engines and real servers included (about 40 minutes on 2 cores)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
@@ -54,7 +54,7 @@ bench-store: $(STAMP) ## the byte paths to Redis, through the service and to S3,
 bench-lookup: $(STAMP) ## a prompt of 131,072 tokens and longer ones looked up among a million entries of the catalog in Redis
 	$(BIN)/python -m benchmarks.lookup
 
-bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, beside the same saves without a bound (about 3 minutes)
+bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, beside the same saves without a bound
 	$(BIN)/python -m benchmarks.retention
 
 bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from Redis by a fresh engine and a fresh service

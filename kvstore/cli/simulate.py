@@ -25,7 +25,7 @@ from kvstore.settings import parse_bytes
 __all__ = ["simulate"]
 
 _ALONE_MAX = 40_000
-"""Prompts to replay, over all plans, beyond which further processes are worth their start: some ten seconds."""
+"""Prompts to replay, over all plans, beyond which further processes are worth their start."""
 _BUDGETS = "1000,3000,10000,30000,50000"
 _POLICIES = ",".join([*(candidate.name for candidate in CANDIDATES), AUTO, CLAIRVOYANT])
 

@@ -83,6 +83,6 @@ class BulkDelete:
 
 
 def add_content_md5(request: Any, **_: Any) -> None:
-    """Called by botocore before it signs: many endpoints ask for this digest of the list and know no other one."""
+    """Called by botocore before it signs: older endpoints insist on this digest of the list."""
     digest = hashlib.md5(request.data, usedforsecurity=False).digest()
     request.headers["Content-MD5"] = base64.b64encode(digest).decode()
