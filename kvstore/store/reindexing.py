@@ -215,15 +215,16 @@ class _Walk:
 
     async def _description(self, namespace: NamespaceId) -> NamespaceDescription | None:
         for tier in self._manifests:
-            manifest = await self._patiently(
-                lambda deadline, at=tier: at.get_manifest(namespace, deadline=deadline)  # type: ignore[misc]
-            )
+            manifest = await self._manifest(tier, namespace)
             with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
                 if manifest is not None:
                     described = parse_manifest(manifest, namespace)
                     described.layout()
                     return described
         return None
+
+    async def _manifest(self, tier: Tier, namespace: NamespaceId) -> bytes | None:
+        return await self._patiently(lambda deadline: tier.get_manifest(namespace, deadline=deadline))
 
     async def _patiently(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
         for attempt in range(_ATTEMPTS):
