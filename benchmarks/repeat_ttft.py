@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from rich.table import Table
 
 from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.node import WORK, Node, temporary_folder, timed
+from benchmarks.pages import bf16_page
 from benchmarks.shell import run_benchmark
+from kvstore.codec import PLANES2, decode_into, encode, max_payload_bytes
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine
 from kvstore.testing.servers import redis_server
@@ -28,6 +32,7 @@ _PROMPT_SEED = 8192
 _WARM_UP_TOKENS = 300
 _ANSWER_S = 240.0
 _MAX_TOKENS = 16
+_PAGE_BYTES = 4 << 20
 
 Say = Callable[[str], None]
 
@@ -65,6 +70,7 @@ class Figures:
         restored_s: A fresh engine and a fresh service, the prompt's records in Redis.
         transfer_s: The same stored bytes between two processes, over one TCP connection.
         copy_s: The same pages' bytes from memory to memory.
+        decode_s: As many bytes of such pages decoded, by all processors at once: what compression costs the machine.
         outputs_equal: Whether the first token is the computed one. Later ones may differ: in bfloat16 an engine that
             computes the last token alone rounds otherwise than one that computes it with others.
         difference: Of log probabilities of the first token, the largest that a restored run showed.
@@ -77,6 +83,7 @@ class Figures:
     restored_s: list[float] = field(default_factory=list)
     transfer_s: list[float] = field(default_factory=list)
     copy_s: list[float] = field(default_factory=list)
+    decode_s: list[float] = field(default_factory=list)
     external_tokens: int = 0
     stored_bytes: int = 0
     raw_bytes: int = 0
@@ -90,7 +97,10 @@ class Figures:
         return statistics.median(self.recompute_s) / statistics.median(self.restored_s)
 
     def ceiling_s(self) -> float:
-        """One transfer, one copy, one token: less than that it cannot take, on this machine, in this minute."""
+        """One transfer, one copy, one token: less than that it cannot take, on this machine, in this minute.
+
+        Decoding is told beside it: it overlaps with the others as far as there are processors for both.
+        """
         return sum(map(statistics.median, (self.transfer_s, self.copy_s, self.one_token_s)))
 
 
@@ -202,6 +212,25 @@ class _Bench:
         copy = memcpy([memoryview(source)], [memoryview(target)])
         copy.run()
         figures.copy_s.append(timed([copy.run]))
+        figures.decode_s.append(_decoding_s(figures.raw_bytes))
+
+
+def _decoding_s(num_bytes: int) -> float:
+    """Seconds until all processors together have decoded so many bytes of bf16 pages."""
+    page = bf16_page(_PAGE_BYTES, seed=0)
+    payload = memoryview(bytearray(max_payload_bytes(_PAGE_BYTES)))
+    encoded = encode(PLANES2, page.data, payload)
+    num_threads = os.cpu_count() or 1
+    shares = [len(range(index, -(-num_bytes // _PAGE_BYTES), num_threads)) for index in range(num_threads)]
+
+    def decode(num_pages: int) -> None:
+        target = memoryview(bytearray(b"\1") * _PAGE_BYTES)
+        for _ in range(num_pages):
+            decode_into(encoded.chain, payload[: encoded.payload_bytes], target)
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(decode, [1] * num_threads))  # not timed: threads start, their scratch becomes real
+        return timed([lambda: list(threads.map(decode, shares))])
 
 
 def _first_difference(one: Answer, other: Answer) -> float:
@@ -218,7 +247,18 @@ def _warm_up(number: int) -> Request:
 def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) -> tuple[str, list[str]]:
     """Show a table; returns the BENCH line and what is wrong."""
     table = Table(title="time to first token, computed and restored from Redis by a fresh engine and a fresh service")
-    for name in ("model", "tokens", "restored", "computed", "restored in", "ratio", "own cache", "ceiling", "stored"):
+    for name in (
+        "model",
+        "tokens",
+        "restored",
+        "computed",
+        "restored in",
+        "ratio",
+        "own cache",
+        "ceiling",
+        "decoding",
+        "stored",
+    ):
         table.add_column(name, justify="left" if name == "model" else "right")
     line, failures = [], []
     for model, tokens, figures in rows:
@@ -232,6 +272,7 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
             f"{figures.ratio():.1f}",
             f"{median(figures.local_s):.3f} s",
             f"{figures.ceiling_s():.3f} s",
+            f"{median(figures.decode_s):.3f} s",
             f"{figures.stored_bytes / (1 << 20):.0f} MiB",
         )
         line.append(_as_json(model, tokens, figures))
@@ -245,7 +286,7 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
 def _as_json(model: Model, tokens: int, figures: Figures) -> dict[str, Any]:
     seconds = {
         name: [round(value, 4) for value in getattr(figures, name)]
-        for name in ("recompute_s", "restored_s", "local_s", "one_token_s", "transfer_s", "copy_s")
+        for name in ("recompute_s", "restored_s", "local_s", "one_token_s", "transfer_s", "copy_s", "decode_s")
     }
     return {
         "model": model.name,

@@ -30,6 +30,7 @@ def test_the_ratio_of_a_repeat_is_that_of_medians() -> None:
         restored_s=[0.3, 0.2, 9.0],
         transfer_s=[0.05] * 3,
         copy_s=[0.01] * 3,
+        decode_s=[0.02] * 3,
         external_tokens=8192,
         stored_bytes=1 << 20,
         raw_bytes=2 << 20,
@@ -48,7 +49,7 @@ def test_the_ratio_of_a_repeat_is_that_of_medians() -> None:
 def test_a_restored_run_that_answers_otherwise_fails_the_benchmark() -> None:
     """A figure of a run with another first token is not worth having."""
     one = [1.0]
-    figures = repeat_ttft.Figures(one, one, one, one, one, one, outputs_equal=False)
+    figures = repeat_ttft.Figures(one, one, one, one, one, one, one, outputs_equal=False)
     _, failures = repeat_ttft.report([(MODELS["llama-demo"], 8192, figures)], None)
     assert failures == ["llama-demo: a restored run's first token differs"]
 
