@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.outcome import Outcome
 from kvstore.model.spans import MAX_PREFIX_TOKENS
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
@@ -28,6 +29,7 @@ __all__ = [
     "LeaseId",
     "Lookup",
     "Offer",
+    "Outcome",
     "PageStore",
     "PrefixQuery",
     "Retention",
@@ -94,11 +96,13 @@ class Lookup:
             whoever saves: bits may be missing where a tier could not be asked.
         offers: What each tier adds, quickest first: resume points ascend, the last is `resume_tokens`. Empty when
             nothing is there, or when the store does not say.
+        silent: Names of what did not answer in time, and may hold more.
     """
 
     resume_tokens: int
     groups_present: tuple[int, ...]
     offers: tuple[Offer, ...] = ()
+    silent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class Staged:
         sources: Number of records by the name of the tier that they were read from.
         num_bytes: Encoded bytes, headers included.
         lease_s: Seconds that the lease lasts unless it is renewed.
+        cut: Why `resume_tokens` is less than what looked usable, a word of docs/explain.md; empty when it is not.
     """
 
     lease: LeaseId | None
@@ -122,6 +127,7 @@ class Staged:
     sources: Mapping[str, int] = field(default_factory=dict)
     num_bytes: int = 0
     lease_s: float = 0.0
+    cut: str = ""
 
 
 class Ack(Enum):
@@ -250,6 +256,22 @@ class PageStore(ABC):
     @abstractmethod
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         """Tell that a record is bad (its checksum failed at the reader): every tier quarantines it, none serves it."""
+
+    def tell(self, outcome: Outcome) -> None:  # noqa: B027 - most stores have nobody who asks
+        """Tell what became of a request, for `explain`. Returns at once, never fails, and may be lost."""
+
+    async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
+        """Why a request was resumed no further than it was, as plain values; see docs/explain.md.
+
+        Args:
+            request: Its id, or the start of one; empty for a list of the latest requests.
+            deadline: When to give up.
+            tenant: Whose requests; `None`: everybody's. A client asks for its own, whatever it says.
+
+        Raises:
+            InvalidRequest: No such request was told of lately, or several start like that.
+        """
+        raise InvalidRequest("this store does not keep what became of requests")
 
     @abstractmethod
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ class Fetch:
         ended: It was loaded or given up.
         loaded: It was loaded.
         failed: The store did not bring it.
+        shortened: Why it was not asked for all that is stored, in numbers.
     """
 
     query: PrefixQuery
@@ -55,6 +56,7 @@ class Fetch:
     ended: bool = False
     loaded: bool = False
     failed: bool = False
+    shortened: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class RequestState:
         chain: Hashes of the boundaries; only touched once `hashed` is done. `None`: not cacheable.
         known: All tokens so far; vLLM appends to it.
         flags: What the request asks of the cache.
+        uncacheable: Why it has no chain, if that is so.
         handoff: What a prefill engine has promised, until it is there or its time is over.
         handoff_until_s: Monotonic time at which it is over.
         hashed: Done when the whole of `prompt` is hashed.
@@ -85,6 +88,8 @@ class RequestState:
         cursors: By group: every page up to here is saved, known to be stored, or given up.
         present: By boundary the groups that were stored when the lookup was answered, or that were loaded or saved.
         save_stopped: A page was dropped for good; what comes behind it could never be used.
+        local_tokens: The engine's own hit when vLLM asked last.
+        told: What the store was told last of its outcome.
     """
 
     request_id: str
@@ -92,6 +97,7 @@ class RequestState:
     chain: PrefixChain | None
     known: Sequence[int] = ()
     flags: RequestFlags = field(default_factory=RequestFlags)
+    uncacheable: str | None = None
     handoff: Handoff | None = None
     handoff_until_s: float | None = None
     hashed: Future[None] | None = None
@@ -110,6 +116,8 @@ class RequestState:
     save_stopped: bool = False
     present: dict[int, int] = field(default_factory=dict)
     presence_known: bool = False
+    local_tokens: int = 0
+    told: tuple[str, int] | None = None
 
     def learn_presence(self) -> None:
         """Take from an answered lookup what need not be saved."""

@@ -24,6 +24,7 @@ from connector.scheduler.ledger import Ledger, RequestState
 from connector.scheduler.load_plan import plan_load
 from connector.scheduler.lookups import Lookups
 from connector.scheduler.opening import Opening
+from connector.scheduler.outcomes import Outcomes
 from connector.scheduler.saves import BlockPins, Offer, Saves
 from connector.scheduler.timing import Timing
 from connector.settings import ConnectorSettings
@@ -112,12 +113,14 @@ class SchedulerSide:
         self.ledger = Ledger()
         self._admission = Admission(always=settings.load_always)
         self._timing = Timing(self._admission, self.ledger, clock)
+        self._outcomes = Outcomes(bridge, shape.layout)
         self._lookups = Lookups(
             bridge,
             settings,
             step_tokens=shape.boundary_tokens,
             admission=self._admission,
             adapters=Adapters(cache_folder, facts.adapter_rules, self.meters),
+            outcomes=self._outcomes,
             local_cache=facts.prefix_caching,
             # a recurrent state that contains the last token would get it twice
             whole_prompts=settings.whole_prompt_hits and not any(group.is_state for group in shape.groups),
@@ -177,7 +180,13 @@ class SchedulerSide:
         elif prompt.flags.load or prompt.flags.save:
             chain = PrefixChain(self._shape.boundary_tokens, prompt.cache_salt, prompt.content)
         state = RequestState(
-            prompt.request_id, tuple(prompt.tokens), chain, prompt.tokens, prompt.flags, handoff=prompt.handoff
+            prompt.request_id,
+            tuple(prompt.tokens),
+            chain,
+            prompt.tokens,
+            prompt.flags,
+            uncacheable=prompt.uncacheable,
+            handoff=prompt.handoff,
         )
         self.ledger.open(state)
         if chain is not None and self.is_ready and len(state.prompt) >= self._shape.boundary_tokens:
@@ -187,20 +196,37 @@ class SchedulerSide:
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """vLLM's question: tokens beyond its own hit that can be loaded; `None`: ask again."""
         state = self.ledger.find(request_id)
-        if state is None or state.loading is not None or self.opening.refused is not None:
+        if state is None or state.loading is not None:
             return 0
-        if not self._settings.loads or not state.flags.load:
+        if (never := self._why_never(state)) is not None:
+            reason, detail = never
+            self._outcomes.tell(state, reason, detail=detail)
             return 0
         if not self.is_ready:
-            if state.chain is None or not self.opening.is_coming:
-                return 0
             # an engine's first request often comes while the namespace is being opened: as patient as for a lookup,
             # but only with requests that come with it; later ones must not be slowed by a service that is not there
             waiting = self._lookups.may_wait(state)
             self._patient = self._patient and waiting
-            return None if waiting and self._patient else 0
+            if waiting and self._patient:
+                return None
+            self._outcomes.tell(state, "not_ready")
+            return 0
         assert self.opening.namespace is not None
         return self._lookups.hit(state, self.opening.namespace, local_tokens)
+
+    def _why_never(self, state: RequestState) -> tuple[str, dict[str, object]] | None:
+        """Why nothing is looked up for a request whatever is stored, as an outcome's reason and detail."""
+        if self.opening.refused is not None:
+            return "engine_not_cached", {"because": self.opening.refused}
+        if not self._settings.loads:
+            return "mode", {}
+        if not state.flags.load:
+            return "opted_out", {}
+        if state.chain is None:
+            return "uncacheable", {"because": state.uncacheable or ""}
+        if not self.is_ready and not self.opening.is_coming:
+            return "not_ready", {}
+        return None
 
     def on_allocated(self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """vLLM allocated blocks; load into them when it took the hit."""

@@ -152,6 +152,9 @@ class BlockingStore:
     def status(self, *, deadline: Deadline) -> Mapping[str, object]:
         return self._wait(self.submit_status(deadline=deadline), deadline)
 
+    def explain(self, request: str, *, deadline: Deadline) -> Mapping[str, object]:
+        return self._wait(self._submit(lambda: self._store.explain(request, deadline=deadline)), deadline)
+
     def release(self, lease: LeaseId) -> None:
         """End a lease; returns at once and never fails."""
         with suppress(Closed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.client.connection import Connection, Silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.pool import Pool
@@ -158,6 +158,20 @@ class RemoteStore(PageStore):
             await connection.ask(
                 lambda i, ms: messages.Discard(i, ms, **fields, reason=reason), messages.Discarded, deadline=deadline
             )
+
+    def tell(self, outcome: Outcome) -> None:
+        connection = self._pool.now()
+        if connection is not None and not self._closed and connection.welcome.explains:
+            connection.post(convert.outcome_message(outcome))
+
+    async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
+        async with self._control(deadline) as connection:
+            if not connection.welcome.explains:
+                raise InvalidRequest("this service is too old to explain", release=connection.welcome.release)
+            answer, _ = await connection.ask(
+                lambda i, ms: messages.Explain(i, ms, request), messages.Explained, deadline=deadline
+            )
+        return answer.values
 
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
         async with self._control(deadline) as connection:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,15 @@ class NamespaceDescription:
         digest = hashlib.sha256(b"kvstore namespace v1\0" + len(tenant).to_bytes(4, "little") + tenant + self.canonical)
         return NamespaceId(digest.digest()[:NAMESPACE_BYTES])
 
+    def differences(self, other: NamespaceDescription) -> dict[str, tuple[object, object]]:
+        """Where two descriptions differ: by path of a field (`layout.groups[0].num_slices`) this one's value and the
+        other's; `None` for one that it does not have.
+        """
+        mine, its = dict(_leaves(self.fields, "")), dict(_leaves(other.fields, ""))
+        mine["tenant"], its["tenant"] = self.tenant, other.tenant
+        paths = dict.fromkeys([*mine, *its])
+        return {path: (mine.get(path), its.get(path)) for path in paths if mine.get(path) != its.get(path)}
+
     def layout(self) -> Layout:
         """The groups and slices that the store checks coverage against.
 
@@ -120,6 +129,17 @@ def describe_layout(layout: Layout, notes: tuple[Mapping[str, Any], ...] | None 
             for group, note in zip(layout.groups, notes, strict=True)
         ],
     }
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value
 
 
 def _whole(value: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kvstore.api import Ack, LeaseId, PageStore, Progress, Retention
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
@@ -32,7 +33,14 @@ class Answers:
         self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
 
     async def answer(
-        self, request: Request, payload: memoryview | None, deadline: Deadline, progress: Progress, *, tenant: str
+        self,
+        request: Request,
+        payload: memoryview | None,
+        deadline: Deadline,
+        progress: Progress,
+        *,
+        tenant: str,
+        sees_all: bool = False,
     ) -> Reply:
         """The reply to any request but `Load`.
 
@@ -42,6 +50,7 @@ class Answers:
             deadline: When the store gives up.
             progress: Told of bytes that a stage has received.
             tenant: Who asks, as the session verified.
+            sees_all: What became of requests is told of every tenant's.
 
         Raises:
             KVStoreError: Whatever the store raised; the session tells the client.
@@ -73,11 +82,27 @@ class Answers:
                 self._check_owner(tenant, key.namespace)
                 await self.store.discard(key, request.reason[:512], deadline=deadline)
                 return messages.Discarded(request.id)
+            case messages.Explain():
+                whose = None if sees_all else tenant
+                values = await self.store.explain(request.request, deadline=deadline, tenant=whose)
+                return messages.Explained(request.id, values)
             case messages.Status():
                 values = dict(await self.store.status(deadline=deadline))
                 return messages.StatusReply(request.id, {**values, "service": dict(self._describe())})
             case _:
                 raise InternalError("a request without an answer", type=request.type)
+
+    def tell(self, message: messages.Outcome, tenant: str) -> None:
+        """Keep what an engine tells of a request.
+
+        What names a namespace that this tenant has not opened here is dropped.
+
+        Raises:
+            InvalidRequest: Something in it is malformed.
+        """
+        outcome = replace(convert.parse_outcome(message), tenant=tenant)
+        if outcome.namespace is None or self._tenants.get(outcome.namespace) == tenant:
+            self.store.tell(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str

@@ -115,6 +115,8 @@ class Session:
                     task.cancel()
             case messages.Release():
                 self._release(LeaseId(message.lease))
+            case messages.Outcome():
+                self._answers.tell(message, self.tenant)
             case messages.Request():
                 self._start(message, payload)
             case _:
@@ -146,6 +148,7 @@ class Session:
                 save_credit_bytes=self._limits.save_credit_bytes,
                 max_requests=self._limits.max_requests,
                 arena=arena.id if (arena := self._shared_arena()) is not None else b"",
+                explains=True,
             )
         )
 
@@ -189,7 +192,12 @@ class Session:
                     await self._share_arena(request)
                     return
                 reply = await self._answers.answer(
-                    request, payload, deadline, self._progress_of(request), tenant=self.tenant
+                    request,
+                    payload,
+                    deadline,
+                    self._progress_of(request),
+                    tenant=self.tenant,
+                    sees_all=self._is_our_own,
                 )
         except KVStoreError as error:
             reply = messages.error_of(request.id, error)
@@ -214,8 +222,13 @@ class Session:
 
     def _shared_arena(self) -> Arena | None:
         """What this peer may map: all tenants' records stand there, so only our own user's process without tenant."""
+        return self._answers.store.arena if self._is_our_own else None
+
+    @property
+    def _is_our_own(self) -> bool:
+        """A process of our own user on this node that is no tenant: it may see what it could read anyway."""
         is_local = getattr(self.connection.extra("socket"), "family", None) == socket.AF_UNIX
-        return self._answers.store.arena if is_local and self.tenant == NO_TENANT else None
+        return is_local and self.tenant == NO_TENANT
 
     async def _share_arena(self, request: messages.ShareArena) -> None:
         arena = self._shared_arena()

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from kvstore.errors import KVStoreError
+from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
@@ -62,6 +64,21 @@ class Manifests:
         for tier in (self._hot, self._cold):
             if tier is not None and (namespace, tier.name) not in self._kept:
                 self._background.spawn(self._keep(tier, namespace), f"manifest to {tier.name}")
+
+    async def describe(self, namespace: NamespaceId, *, deadline: Deadline) -> NamespaceDescription | None:
+        """What a namespace is, from those open here or from a tier; `None`: no manifest of it can be read."""
+        manifest = self._open.get(namespace)
+        for tier in (self._hot, self._cold):
+            if manifest is None and tier is not None:
+                with suppress(KVStoreError):
+                    manifest = await tier.get_manifest(namespace, deadline=deadline)
+        if manifest is None:
+            return None
+        try:
+            return parse_manifest(manifest, namespace)
+        except KVStoreError:
+            self._meters.add("manifest_failures", tier="read")
+            return None
 
     async def _run(self) -> None:
         while True:

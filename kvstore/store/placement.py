@@ -44,6 +44,7 @@ class Presence:
         cold: Slices in the cold tier; partly guessed.
         num_bytes: For each group the sizes that tiers told, summed.
         num_sized: For each group how many sizes that were.
+        silent: Names of what was asked and did not answer.
     """
 
     layout: Layout
@@ -53,6 +54,7 @@ class Presence:
     cold: SliceMap = field(default_factory=dict)
     num_bytes: dict[int, int] = field(default_factory=dict)
     num_sized: dict[int, int] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
 
     def keys(self, probe: Probe) -> list[RecordKey]:
         """The keys of all slices."""

@@ -173,7 +173,7 @@ class PresenceFinder:
     ) -> None:
         slices = [(probe, slice_) for probe in probes for slice_ in presence.missing(probe)]
         all_keys = {probe: presence.keys(probe) for probe in probes}
-        sizes = await self._heads(place, [all_keys[probe][slice_] for probe, slice_ in slices], deadline)
+        sizes = await self._heads(presence, place, [all_keys[probe][slice_] for probe, slice_ in slices], deadline)
         for (probe, slice_), num_bytes in zip(slices, sizes, strict=True):
             if num_bytes is not None:
                 place.found[probe] = place.found.get(probe, 0) | 1 << slice_
@@ -184,7 +184,7 @@ class PresenceFinder:
     ) -> list[bool]:
         """For each probe whether the first slice that memory lacks is there."""
         keys = [presence.keys(probe)[presence.missing(probe)[0]] for probe in probes]
-        sizes = await self._heads(place, keys, deadline)
+        sizes = await self._heads(presence, place, keys, deadline)
         for probe, num_bytes in zip(probes, sizes, strict=True):
             presence.note_size(probe[1], num_bytes or 0)
         return [num_bytes is not None for num_bytes in sizes]
@@ -197,12 +197,15 @@ class PresenceFinder:
                 if not (len(self._absent) and keys[slice_] in self._absent):
                     place.found[probe] = place.found.get(probe, 0) | 1 << slice_
 
-    async def _heads(self, place: _Asked, keys: Sequence[RecordKey], deadline: Deadline) -> Sequence[int | None]:
+    async def _heads(
+        self, presence: Presence, place: _Asked, keys: Sequence[RecordKey], deadline: Deadline
+    ) -> Sequence[int | None]:
         if place.failed or not keys:
             return [None] * len(keys)
         try:
             return await place.tier.head(keys, deadline=deadline)
         except (Unavailable, Closed):
             place.failed = True
+            presence.silent.add(place.tier.name)
             self._meters.add("lookup_tier_failures", tier=place.tier.name)
             return [None] * len(keys)

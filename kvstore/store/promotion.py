@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from kvstore.api import PrefixQuery, Progress
+from kvstore.api import Progress
 from kvstore.errors import Closed, CorruptRecord, Unavailable
 from kvstore.format.record import Record
-from kvstore.model.coverage import longest_resumable, records_to_resume
+from kvstore.model.coverage import records_to_resume
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
@@ -24,10 +23,11 @@ from kvstore.store.admission import affordable_resume, check_header
 from kvstore.store.fetch_gate import FetchGate
 from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import Presence, Probe
+from kvstore.store.stage_run import Holding, StageRun, Wanted
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
+from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
-__all__ = ["Holding", "Promotion"]
+__all__ = ["Promotion"]
 
 _UNKNOWN_BYTES = 4 << 20
 """Taken for a record whose size no tier told: encoded records aim at 2 to 4 MiB."""
@@ -37,47 +37,18 @@ _REPLANS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """What a stage holds when it ends; whoever receives it owns the pins.
-
-    Attributes:
-        resume_tokens: The resume point that the pinned records serve, or the local tokens.
-        pins: The records, in the order of their boundaries.
-        sources: Number of records by the tier that they were read from.
-        num_bytes: Bytes of the records, headers included.
-    """
-
-    resume_tokens: int
-    pins: dict[RecordKey, Pin]
-    sources: dict[str, int]
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One record to bring in.
-
-    Attributes:
-        key: The record.
-        probe: Boundary and group that it is a slice of.
-        tokens: The boundary, which its header must agree with.
-        places: The slower tiers that are said to have it, in the order to try them.
-        size_bytes: Its size, guessed.
-    """
-
-    key: RecordKey
-    probe: Probe
-    tokens: int
-    places: tuple[Tier, ...]
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Read:
     """A record that came from a slower tier."""
 
     record: Record
     tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class _NotRead:
+    """A record that none of its places delivered, and why: as `Holding.cut`."""
+
+    cut: str
 
 
 class Promotion:
@@ -109,7 +80,7 @@ class Promotion:
         self._limits = limits
         self._clock = clock
         self._on_cold_hit = on_cold_hit
-        self._flights: SingleFlight[RecordKey, _Read | None] = SingleFlight(background)
+        self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(background)
         self._in_flight = ByteBudget(limits.stage_bytes_in_flight)
         quick_s = limits.stall_timeout_s / 6
         self._gates = {
@@ -117,7 +88,7 @@ class Promotion:
             for tier in (hot, cold)
             if tier is not None
         }
-        self._runs: set[_Run] = set()
+        self._runs: set[StageRun] = set()
 
     async def stage(self, presence: Presence, deadline: Deadline, progress: Progress | None = None) -> Holding:
         """Bring in the longest resume point that `presence` promises, and return what could be kept of the promise.
@@ -126,14 +97,16 @@ class Promotion:
 
         If cancelled, nothing stays pinned.
         """
-        run = _Run(presence.query, presence.layout, progress)
+        run = StageRun(presence.query, presence.layout, progress)
         self._runs.add(run)
         try:
             async with asyncio.timeout(None) as timer:
                 run.watch(timer, self._limits.stall_timeout_s, deadline.remaining_s)
                 await self._fetch_all(run, presence)
         except TimeoutError:
-            self._meters.add("stages_cut", reason="deadline" if deadline.expired else "stall")
+            reason = "deadline" if deadline.expired else "stall"
+            run.cut_by(reason)
+            self._meters.add("stages_cut", reason=reason)
         except BaseException:
             run.drop_pins(self._memory)
             raise
@@ -146,7 +119,7 @@ class Promotion:
         for pin in holding.pins.values():
             self._memory.unpin(pin)
 
-    async def _fetch_all(self, run: _Run, presence: Presence) -> None:
+    async def _fetch_all(self, run: StageRun, presence: Presence) -> None:
         """Plan, fetch, and plan again with what turned out to be missing, until a plan is wholly there."""
         bits = presence.groups_present()
         for _ in range(_REPLANS_MAX):
@@ -157,7 +130,7 @@ class Promotion:
             for index, group in missed:
                 bits[index] &= ~(1 << group)
 
-    def _plan(self, run: _Run, presence: Presence, bits: Sequence[int]) -> list[_Wanted]:
+    def _plan(self, run: StageRun, presence: Presence, bits: Sequence[int]) -> list[Wanted]:
         """The records of the longest resume point that this node can hold, and that are not pinned yet. What is pinned
         and of no use for it is let go: it takes the place of what is.
         """
@@ -168,11 +141,13 @@ class Promotion:
         ]
         free_bytes = self._limits.stage_bytes - self._memory.pinned_bytes + run.pinned_bytes
         resume_tokens = affordable_resume(layout, query, bits, group_bytes=group_bytes, budget_bytes=max(0, free_bytes))
+        if resume_tokens < presence.resume_tokens(bits):
+            run.cut_by("node_memory")
         if resume_tokens <= query.local_tokens:
             return []
         tokens = [boundary.tokens for boundary in query.boundaries]
         index_of = {count: index for index, count in enumerate(tokens)}
-        wanted: list[_Wanted] = []
+        wanted: list[Wanted] = []
         useful: set[RecordKey] = set()
         for needed in records_to_resume(
             layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens
@@ -183,7 +158,7 @@ class Promotion:
                 useful.add(key)
                 if key not in run.pins:
                     places = self._places(presence, probe, slice_)
-                    wanted.append(_Wanted(key, probe, needed.tokens, places, size_bytes))
+                    wanted.append(Wanted(key, probe, needed.tokens, places, size_bytes))
         run.drop_pins(self._memory, but=useful)
         return wanted
 
@@ -191,24 +166,26 @@ class Promotion:
         said = ((self._hot, presence.hot), (self._cold, presence.cold))
         return tuple(tier for tier, found in said if tier is not None and found.get(probe, 0) >> slice_ & 1)
 
-    async def _fetch(self, run: _Run, wanted: Sequence[_Wanted]) -> set[Probe]:
+    async def _fetch(self, run: StageRun, wanted: Sequence[Wanted]) -> set[Probe]:
         """Bring records in, ascending, a few at a time; returns what is missing, and stops soon after the first."""
         missed: set[Probe] = set()
         for item in wanted:  # what is in memory is pinned now: nothing may evict it while the rest is fetched
-            if item.key in self._memory and not self._keep(run, item, None):
+            if item.key in self._memory and (cut := self._keep(run, item, None)):
+                run.cut_by(cut)
                 missed.add(item.probe)
         todo = iter([item for item in wanted if item.key not in run.pins])
         run.waiting = {item.key for item in wanted if item.key not in run.pins}
 
-        async def worker(items: Iterator[_Wanted]) -> None:
+        async def worker(items: Iterator[Wanted]) -> None:
             for item in items:
                 if missed:
                     return
                 try:
-                    arrived = await self._fetch_one(run, item)
+                    cut = await self._fetch_one(run, item)
                 except Closed:  # the store is being closed under us: settle for what is here
-                    arrived = False
-                if not arrived:
+                    cut = "closed"
+                if cut:
+                    run.cut_by(cut)
                     missed.add(item.probe)
 
         if not missed and run.waiting:
@@ -217,27 +194,30 @@ class Promotion:
                     group.create_task(worker(todo))
         return missed
 
-    async def _fetch_one(self, run: _Run, item: _Wanted) -> bool:
+    async def _fetch_one(self, run: StageRun, item: Wanted) -> str:
+        """Bring in one record; returns why it could not be, or nothing."""
         read = await self._flights.run(item.key, lambda: self._read(item, run.layout))
         run.waiting.discard(item.key)
-        if read is None and item.key not in self._memory:
-            return False
+        if isinstance(read, _NotRead):
+            return read.cut if item.key not in self._memory else self._keep(run, item, None)
         return self._keep(run, item, read)
 
-    def _keep(self, run: _Run, item: _Wanted, read: _Read | None) -> bool:
-        """Pin a record for this stage, between two awaits, so that nothing can evict it in between."""
+    def _keep(self, run: StageRun, item: Wanted, read: _Read | None) -> str:
+        """Pin a record for this stage, between two awaits, so that nothing can evict it in between; returns why it
+        could not be, or nothing.
+        """
         if read is not None and self._memory.insert(read.record) is PutOutcome.FULL:
             self._meters.add("stage_refused", reason="memory_full")
-            return False
+            return "node_memory"
         record = self._memory.peek(item.key)
         if record is None:
-            return False
+            return "gone"
         try:
             check_header(record.header, run.layout, item.tokens)
         except CorruptRecord as error:
             self._memory.remove(item.key)
             self._meters.add("corrupt_records", tier=self._memory.name, reason=str(error.message))
-            return False
+            return f"corrupt:{self._memory.name}"
         pinned_before = self._memory.pinned_bytes
         pin = self._memory.pin([item.key])
         assert pin is not None
@@ -245,22 +225,29 @@ class Promotion:
         if added_bytes and self._memory.pinned_bytes > self._limits.stage_bytes:
             self._memory.unpin(pin)
             self._meters.add("stage_refused", reason="stage_bytes")
-            return False
+            return "node_memory"
         run.hold(item, pin, read.tier if read is not None else self._memory.name, added_bytes)
-        return True
+        return ""
 
-    async def _read(self, item: _Wanted, layout: Layout) -> _Read | None:
+    async def _read(self, item: Wanted, layout: Layout) -> _Read | _NotRead:
         """Read one record from the first place that has it. Runs once for all stages that want it."""
+        cut = "gone"
         for number, tier in enumerate(item.places):
             is_last = number == len(item.places) - 1
             # A tier that hangs must leave time to read from the next one before the stage counts as stalled.
             seconds = self._limits.fetch_timeout_s if is_last else self._limits.stall_timeout_s / 2
-            record = await self._read_from(tier, item, seconds)
+            try:
+                record = await self._read_from(tier, item, seconds)
+            except (Unavailable, Closed):
+                self._meters.add("stage_tier_failures", tier=tier.name)
+                cut = f"tier_failed:{tier.name}"
+                continue
             if record is None:
                 continue
             try:
                 check_header(record.header, layout, item.tokens)
             except CorruptRecord as error:
+                cut = f"corrupt:{tier.name}"
                 await self._put_aside(tier, item.key, str(error.message))
                 continue
             self._meters.add("staged_records", tier=tier.name)
@@ -269,18 +256,15 @@ class Promotion:
             if tier is self._cold:
                 self._on_cold_hit(record)
             return _Read(record, tier.name)
-        return None
+        return _NotRead(cut)
 
-    async def _read_from(self, tier: Tier, item: _Wanted, seconds: float) -> Record | None:
-        """One read. `None`: not there, or the tier did not answer; only the former is remembered."""
+    async def _read_from(self, tier: Tier, item: Wanted, seconds: float) -> Record | None:
+        """One read. `None`: it is not there, which is remembered for a while."""
         grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes))
         try:
             async with self._gates[tier.name].turn():
                 deadline = Deadline.after(seconds, self._clock)
                 record = await tier.get(item.key, deadline=deadline, allocate=self._allocator(item.key))
-        except (Unavailable, Closed):
-            self._meters.add("stage_tier_failures", tier=tier.name)
-            return None
         finally:
             self._in_flight.give_back(grant)
         if record is None:
@@ -311,85 +295,3 @@ class Promotion:
             await tier.quarantine(key, reason, deadline=deadline)
         except (Unavailable, Closed):
             self._meters.add("stage_tier_failures", tier=tier.name)
-
-
-@dataclass(eq=False, slots=True)
-class _Run:
-    """One stage while it runs.
-
-    Attributes:
-        pins: What it holds so far.
-        sources: Tier of each held record.
-        pinned_bytes: What its pins added to the memory tier's pinned bytes.
-        waiting: Keys that it still waits for.
-    """
-
-    query: PrefixQuery
-    layout: Layout
-    progress: Progress | None
-    pins: dict[RecordKey, Pin] = field(default_factory=dict)
-    sources: dict[RecordKey, str] = field(default_factory=dict)
-    pinned_bytes: int = 0
-    waiting: set[RecordKey] = field(default_factory=set)
-    _num_bytes: int = 0
-    _timer: asyncio.Timeout | None = None
-    _stall_s: float = 0.0
-    _ends_s: float = 0.0
-
-    def watch(self, timer: asyncio.Timeout, stall_s: float, remaining_s: float) -> None:
-        """End at `timer` when nothing arrives for `stall_s`, and after `remaining_s` in any case."""
-        self._timer, self._stall_s = timer, stall_s
-        self._ends_s = asyncio.get_running_loop().time() + remaining_s
-        self.touch()
-
-    def touch(self) -> None:
-        if self._timer is not None and not self._timer.expired():
-            now_s = asyncio.get_running_loop().time()
-            self._timer.reschedule(min(self._ends_s, now_s + self._stall_s))
-
-    def hold(self, item: _Wanted, pin: Pin, source: str, added_bytes: int) -> None:
-        self.pins[item.key] = pin
-        self.sources[item.key] = source
-        self.pinned_bytes += added_bytes
-        self._num_bytes += pin.records[0].num_bytes
-        if self.progress is not None:
-            self.progress(self._num_bytes)
-
-    def drop_pins(self, memory: MemoryTier, *, but: Collection[RecordKey] = ()) -> None:
-        before_bytes = memory.pinned_bytes
-        for key in [key for key in self.pins if key not in but]:
-            memory.unpin(self.pins.pop(key))
-        self.pinned_bytes -= before_bytes - memory.pinned_bytes
-
-    def settle(self, memory: MemoryTier) -> Holding:
-        """Keep the pins of the longest resume point that is wholly here; let the others go."""
-        bits = [0] * len(self.query.boundaries)
-        index_of = {boundary.prefix: index for index, boundary in enumerate(self.query.boundaries)}
-        held: dict[Probe, int] = {}
-        for key in self.pins:
-            probe = (index_of[key.prefix], key.group)
-            held[probe] = held.get(probe, 0) | 1 << key.slice
-        for (index, group), slices in held.items():
-            if slices == (1 << self.layout.groups[group].num_slices) - 1:
-                bits[index] |= 1 << group
-        tokens = [boundary.tokens for boundary in self.query.boundaries]
-        resume_tokens = longest_resumable(
-            self.layout,
-            tokens,
-            bits,
-            local_tokens=self.query.local_tokens,
-            cap_tokens=self.query.cap_tokens,
-            step_tokens=self.query.step_tokens,
-        )
-        kept: dict[RecordKey, Pin] = {}
-        if resume_tokens > self.query.local_tokens:
-            prefixes = {boundary.tokens: boundary.prefix for boundary in self.query.boundaries}
-            for needed in records_to_resume(
-                self.layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=self.query.local_tokens
-            ):
-                for slice_ in range(self.layout.groups[needed.group].num_slices):
-                    key = RecordKey(self.query.namespace, prefixes[needed.tokens], needed.group, slice_)
-                    kept[key] = self.pins.pop(key)
-        self.drop_pins(memory)
-        num_bytes = sum(pin.records[0].num_bytes for pin in kept.values())
-        return Holding(resume_tokens, kept, dict(Counter(self.sources[key] for key in kept)), num_bytes)

@@ -6,10 +6,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import kvstore
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.catalog.pending_base import PendingLog
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.manifest import pack_manifest
@@ -22,18 +22,21 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.store.absence import AbsenceFinder
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_key, check_sizes
 from kvstore.store.catalog_lookup import CatalogLookup
+from kvstore.store.explaining import Explainer
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
-from kvstore.store.promotion import Holding, Promotion
+from kvstore.store.promotion import Promotion
 from kvstore.store.recorder import Recorder
 from kvstore.store.saving import Saver
+from kvstore.store.stage_run import Holding
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
@@ -110,6 +113,8 @@ class TieredStore(PageStore):
         )
         self._recorder = recorder
         self._choice = choice
+        absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
+        self._explainer = Explainer(absence, clock)
         self._finder = PresenceFinder(
             memory,
             hot,
@@ -162,7 +167,8 @@ class TieredStore(PageStore):
         resume_tokens = presence.resume_tokens(bits)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", resume_tokens > query.local_tokens)
-        return Lookup(resume_tokens, tuple(bits), offers_of(presence, resume_tokens, self._tier_names, bits))
+        offers = offers_of(presence, resume_tokens, self._tier_names, bits)
+        return Lookup(resume_tokens, tuple(bits), offers, tuple(sorted(presence.silent)))
 
     async def stage(
         self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None, owner: str = ""
@@ -175,19 +181,21 @@ class TieredStore(PageStore):
         layout = self._layout(query.namespace)
         self.meters.add("stages")
         if self._has_no_lease():
-            return Staged(None, query.local_tokens)
+            return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
         # a tier that hangs while it is asked is as stalled as one that hangs while it is read
         presence = await self._finder.find(query, layout, deadline.earlier(self.limits.stall_timeout_s))
         holding = await self._promotion.stage(presence, deadline, progress)
+        if holding.resume_tokens < query.cap_tokens and presence.silent:
+            holding = replace(holding, cut=f"tier_failed:{min(presence.silent)}")
         if self._closed:
             self._promotion.drop(holding)
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
-            return Staged(None, query.local_tokens)
+            return Staged(None, query.local_tokens, cut=holding.cut)
         if self._has_no_lease():  # other stages ended while this one ran
             self._promotion.drop(holding)
-            return Staged(None, query.local_tokens)
+            return Staged(None, query.local_tokens, cut="node_memory")
         return self._lease(holding, owner)
 
     def _has_no_lease(self) -> bool:
@@ -217,6 +225,7 @@ class TieredStore(PageStore):
             sources=holding.sources,
             num_bytes=holding.num_bytes,
             lease_s=self._leases.lease_s,
+            cut=holding.cut,
         )
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
@@ -270,6 +279,13 @@ class TieredStore(PageStore):
                 self.meters.add("quarantine_failures", tier=tier.name)
         if failed:
             raise Unavailable("a record could not be put aside in every tier", key=key, tiers=",".join(failed))
+
+    def tell(self, outcome: Outcome) -> None:
+        self._explainer.tell(outcome)
+
+    async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
+        self._check_open()
+        return await self._explainer.explain(request, tenant, _leave_time(deadline))
 
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
         self._check_open()

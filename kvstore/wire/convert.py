@@ -6,22 +6,31 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.api import LeaseId, Lookup, Offer, PrefixQuery, Staged
+from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.layout import MAX_GROUPS
+from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.wire import messages
 
 __all__ = [
     "key_fields",
     "lookup_reply",
+    "outcome_message",
     "parse_key",
     "parse_lookup",
     "parse_namespace",
+    "parse_outcome",
     "parse_query",
     "parse_staged",
     "query_fields",
     "staged_reply",
 ]
+
+
+_TEXT_MAX = 512
+_DETAILS_MAX = 16
+_GROUPS_BYTES_MAX = MAX_GROUPS // 8
 
 
 def query_fields(query: PrefixQuery) -> dict[str, Any]:
@@ -62,7 +71,8 @@ def lookup_reply(request_id: int, lookup: Lookup) -> messages.LookedUp:
     width = max(1, (max((mask.bit_length() for mask in lookup.groups_present), default=0) + 7) // 8)
     masks = b"".join(mask.to_bytes(width, "little") for mask in lookup.groups_present)
     offers = {str(offer.resume_tokens): dict(offer.tier_bytes) for offer in lookup.offers}
-    return messages.LookedUp(request_id, lookup.resume_tokens, width, masks, offers)
+    silent = ",".join(lookup.silent)
+    return messages.LookedUp(request_id, lookup.resume_tokens, width, masks, offers, silent)
 
 
 def parse_lookup(message: messages.LookedUp, num_boundaries: int) -> Lookup:
@@ -74,7 +84,8 @@ def parse_lookup(message: messages.LookedUp, num_boundaries: int) -> Lookup:
     width, masks = message.mask_bytes, message.masks
     _check_length("looked_up.masks", masks, num_boundaries * width)
     present = (int.from_bytes(masks[at : at + width], "little") for at in range(0, len(masks), max(1, width)))
-    return Lookup(message.resume_tokens, tuple(present), _offers(message.offers))
+    silent = tuple(name for name in message.silent.split(",") if name)
+    return Lookup(message.resume_tokens, tuple(present), _offers(message.offers), silent)
 
 
 def _offers(offers: Mapping[str, Any]) -> tuple[Offer, ...]:
@@ -102,6 +113,7 @@ def staged_reply(request_id: int, staged: Staged) -> messages.Staged:
         num_bytes=staged.num_bytes,
         lease_s=staged.lease_s,
         sources=dict(staged.sources),
+        cut=staged.cut,
     )
 
 
@@ -131,6 +143,62 @@ def parse_staged(message: messages.Staged) -> Staged:
         sources=dict(message.sources),
         num_bytes=message.num_bytes,
         lease_s=message.lease_s,
+        cut=message.cut,
+    )
+
+
+def outcome_message(outcome: Outcome) -> messages.Outcome:
+    """What became of a request as a message."""
+    stop = outcome.stop
+    return messages.Outcome(
+        request=outcome.request[:_TEXT_MAX],
+        namespace=outcome.namespace or b"",
+        prompt_tokens=outcome.prompt_tokens,
+        cap_tokens=outcome.cap_tokens,
+        local_tokens=outcome.local_tokens,
+        resume_tokens=outcome.resume_tokens,
+        reason=outcome.reason,
+        detail=dict(outcome.detail),
+        stop_tokens=stop.tokens if stop is not None else 0,
+        stop_prefix=stop.prefix if stop is not None else b"",
+        groups=outcome.groups.to_bytes((outcome.groups.bit_length() + 7) // 8, "little"),
+        first=outcome.first or b"",
+        content=outcome.content,
+    )
+
+
+def parse_outcome(message: messages.Outcome) -> Outcome:
+    """What became of a request from a message; text is cut, and what is no plain value left out: it is for people.
+
+    Raises:
+        InvalidRequest: A hash has the wrong length.
+    """
+    for where, data, expected in (
+        ("stop_prefix", message.stop_prefix, PREFIX_BYTES),
+        ("first", message.first, PREFIX_BYTES),
+        ("content", message.content, CONTENT_BYTES),
+    ):
+        if data:
+            _check_length(f"outcome.{where}", data, expected)
+    stop = Boundary(message.stop_tokens, PrefixHash(message.stop_prefix)) if message.stop_prefix else None
+    detail = {
+        name[:_TEXT_MAX]: value[:_TEXT_MAX] if isinstance(value, str) else value
+        for name, value in list(message.detail.items())[:_DETAILS_MAX]
+        if isinstance(value, str | int | float)
+    }
+    return Outcome(
+        request=message.request[:_TEXT_MAX],
+        namespace=parse_namespace(message.namespace, "outcome.namespace") if message.namespace else None,
+        prompt_tokens=message.prompt_tokens,
+        cap_tokens=message.cap_tokens,
+        local_tokens=message.local_tokens,
+        resume_tokens=message.resume_tokens,
+        reason=message.reason[:_TEXT_MAX],
+        detail=detail,
+        stop=stop,
+        groups=int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little"),
+        first=PrefixHash(message.first) if message.first else None,
+        content=message.content,
     )
 
 

@@ -22,6 +22,8 @@ __all__ = [
     "Discard",
     "Discarded",
     "Error",
+    "Explain",
+    "Explained",
     "Hello",
     "Load",
     "Loaded",
@@ -30,6 +32,7 @@ __all__ = [
     "Message",
     "NamespaceOpened",
     "OpenNamespace",
+    "Outcome",
     "Ping",
     "Pong",
     "Refused",
@@ -92,6 +95,7 @@ class Welcome(Message):
         save_credit_bytes: Payload bytes of saves that may be unanswered here; one larger save may run alone.
         max_requests: Requests that may be unanswered here.
         arena: Which memory the service shares with peers on its node; empty for none.
+        explains: Whether it takes `outcome` and answers `explain`.
     """
 
     type: ClassVar[str] = "welcome"
@@ -101,6 +105,7 @@ class Welcome(Message):
     save_credit_bytes: int
     max_requests: int
     arena: bytes = b""
+    explains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +159,15 @@ class Lookup(Request):
 
 @dataclass(frozen=True, slots=True)
 class LookedUp(Reply):
-    """`masks` holds `mask_bytes` little-endian bytes per boundary, `offers` by resume point a map of bytes by tier."""
+    """`masks` holds `mask_bytes` little-endian bytes per boundary, `offers` by resume point a map of bytes by tier,
+    `silent` names joined by commas."""
 
     type: ClassVar[str] = "looked_up"
     resume_tokens: int
     mask_bytes: int
     masks: bytes
     offers: Mapping[str, Any] = field(default_factory=dict)
+    silent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +197,7 @@ class Staged(Reply):
     num_bytes: int
     lease_s: float
     sources: Mapping[str, Any] = field(default_factory=dict)
+    cut: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +290,38 @@ class Discarded(Reply):
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome(Message):
+    """Not answered. `namespace`, `stop_prefix`, `first` and `content` are empty for none; `groups` is little-endian."""
+
+    type: ClassVar[str] = "outcome"
+    request: str
+    namespace: bytes
+    prompt_tokens: int
+    cap_tokens: int
+    local_tokens: int
+    resume_tokens: int
+    reason: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    stop_tokens: int = 0
+    stop_prefix: bytes = b""
+    groups: bytes = b""
+    first: bytes = b""
+    content: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Explain(Request):
+    type: ClassVar[str] = "explain"
+    request: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained(Reply):
+    type: ClassVar[str] = "explained"
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Status(Request):
     type: ClassVar[str] = "status"
 
@@ -324,7 +364,7 @@ _TYPES: dict[str, type[Message]] = {
     for cls in (
         Hello, Welcome, Refused, OpenNamespace, NamespaceOpened, Lookup, LookedUp, Stage, StageProgress, Staged, Renew,
         Renewed, Load, Loaded, Save, Saved, Release, Discard, Discarded, Status, StatusReply, Ping, Pong, Cancel, Error,
-        ShareArena, ArenaShared,
+        ShareArena, ArenaShared, Outcome, Explain, Explained,
     )
 }  # fmt: skip
 _KINDS: dict[str, type[KVStoreError]] = {

@@ -15,7 +15,19 @@ from typing import Any, TypeVar
 from connector.facts import CellFacts, EngineFacts, GroupFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.prefix_hash import PrefixChain
-from kvstore.api import Ack, Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
+from kvstore.api import (
+    Ack,
+    Deadline,
+    LeaseId,
+    Lookup,
+    Outcome,
+    PageStore,
+    PrefixQuery,
+    Progress,
+    Retention,
+    SaveOutcome,
+    Staged,
+)
 from kvstore.errors import Closed
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
@@ -148,6 +160,13 @@ class SteeredStore(PageStore):
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         await self._pass("discard", deadline)
         await self.inner.discard(key, reason, deadline=deadline)
+
+    def tell(self, outcome: Outcome) -> None:
+        self.calls["tell"] += 1
+        self.inner.tell(outcome)
+
+    async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
+        return await self.inner.explain(request, deadline=deadline, tenant=tenant)
 
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
         return await self.inner.status(deadline=deadline)

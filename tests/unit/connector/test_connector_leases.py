@@ -13,6 +13,7 @@ from connector.prefix_hash import PrefixChain
 from connector.scheduler.admission import Admission
 from connector.scheduler.ledger import RequestState
 from connector.scheduler.lookups import Lookups
+from connector.scheduler.outcomes import Outcomes
 from connector.settings import ConnectorSettings
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.scheduler_world import World, world
@@ -129,6 +130,7 @@ class LeaseWorld:
             step_tokens=BLOCK,
             admission=Admission(),
             adapters=Adapters(Path("/nowhere")),
+            outcomes=Outcomes(at.bridge, at.shape.layout),
             meters=self.meters,
             clock=self.clock,
         )

@@ -1,0 +1,151 @@
+"""Why a boundary was not stored when a request needed it: from the catalog, its tombstones, and other namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvstore.catalog.base import BoundaryEntry, Catalog, Tombstone
+from kvstore.catalog.entry import Level
+from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.model.layout import Layout
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.manifests import Manifests
+from kvstore.store.reasons import LEFT
+
+__all__ = ["Absence", "AbsenceFinder"]
+
+_NAMESPACES_MAX = 64
+"""Namespaces of the same tenant that are compared with, each one read of a manifest and one of the catalog."""
+
+_TOMBSTONES_MAX = 1 << 20
+"""As many as are kept."""
+
+_FIELDS_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why something was not there.
+
+    Attributes:
+        reason: A word of `reasons.REASONS`.
+        detail: What it rests on.
+    """
+
+    reason: str
+    detail: Mapping[str, object] = field(default_factory=dict)
+
+
+class AbsenceFinder:
+    """Looks into what is known now; what came and went since the request is told apart by time, in whole seconds.
+
+    Args:
+        catalog: Where to look.
+        manifests: What other namespaces are.
+    """
+
+    def __init__(self, catalog: Catalog, manifests: Manifests) -> None:
+        self._catalog = catalog
+        self._manifests = manifests
+
+    async def find(
+        self, namespace: NamespaceId, prefix: PrefixHash, groups: int, asked_s: int, *, deadline: Deadline
+    ) -> Absence:
+        """Why a boundary could not be used.
+
+        Args:
+            namespace: Where it was looked up.
+            prefix: The boundary.
+            groups: A bit for each group that was whole there then.
+            asked_s: When, in seconds since the Unix epoch.
+            deadline: When to give up.
+
+        Raises:
+            KVStoreError: The catalog did not answer.
+        """
+        entry = await self._catalog.get(namespace, prefix, deadline=deadline)
+        since: dict[str, object] = {}
+        if entry is not None and entry.first_use_s >= asked_s:
+            since = {"stored_after_s": entry.first_use_s - asked_s}
+        description = await self._manifests.describe(namespace, deadline=deadline)
+        tombstone = await self._tombstone(namespace, prefix, asked_s, deadline)
+        if groups:
+            layout = description.layout() if description is not None else None
+            return Absence("group_incomplete", {**_groups(layout, groups), **_left(tombstone, asked_s), **since})
+        if tombstone is not None:
+            return Absence(LEFT[tombstone.reason], {**_left(tombstone, asked_s), **since})
+        if entry is not None and not since:
+            return Absence("group_incomplete", _slices(entry, description))
+        if description is not None and (other := await self._elsewhere(description, prefix, deadline)) is not None:
+            return Absence("namespace_differs", {**other, **since})
+        if not since and not await self._catalog.is_complete(deadline=deadline):
+            return Absence("catalog_incomplete")
+        return Absence("never_stored", since)
+
+    async def _tombstone(
+        self, namespace: NamespaceId, prefix: PrefixHash, asked_s: int, deadline: Deadline
+    ) -> Tombstone | None:
+        """What left of the boundary last, before the request."""
+        for tombstone in await self._catalog.tombstones(limit=_TOMBSTONES_MAX, deadline=deadline):
+            if (tombstone.namespace, tombstone.prefix) == (namespace, prefix) and tombstone.at_s <= asked_s:
+                return tombstone
+        return None
+
+    async def _elsewhere(
+        self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
+    ) -> dict[str, object] | None:
+        """The namespace of the same tenant that holds this very prefix and differs least, and in what."""
+        tenants = await self._catalog.namespaces(deadline=deadline)
+        others = [
+            other for other, tenant in tenants.items() if tenant == description.tenant and other != description.id
+        ]
+        nearest: tuple[NamespaceId, dict[str, tuple[object, object]]] | None = None
+        for other in others[-_NAMESPACES_MAX:]:
+            its = await self._manifests.describe(other, deadline=deadline)
+            if its is None:
+                continue
+            await self._catalog.register(other, its.layout(), its.tenant, deadline=deadline)
+            if await self._catalog.get(other, prefix, deadline=deadline) is None:
+                continue
+            fields = description.differences(its)
+            if nearest is None or len(fields) < len(nearest[1]):
+                nearest = other, fields
+        if nearest is None:
+            return None
+        namespace, fields = nearest
+        told = {
+            name: f"{mine!r} here, {theirs!r} there" for name, (mine, theirs) in sorted(fields.items())[:_FIELDS_MAX]
+        }
+        return {"other_namespace": namespace.hex(), "fields": ", ".join(told), **told}
+
+
+def _left(tombstone: Tombstone | None, asked_s: int) -> dict[str, object]:
+    if tombstone is None:
+        return {}
+    return {
+        "left": LEFT[tombstone.reason],
+        "left_from": tombstone.level.name.lower(),
+        "left_before_s": asked_s - tombstone.at_s,
+    }
+
+
+def _groups(layout: Layout | None, groups: int) -> dict[str, object]:
+    if layout is None:
+        return {}
+    missing = [f"{i} ({group.kind.name})" for i, group in enumerate(layout.groups) if not groups >> i & 1]
+    return {"groups_missing": ", ".join(missing)}
+
+
+def _slices(entry: BoundaryEntry, description: NamespaceDescription | None) -> dict[str, object]:
+    if description is None:
+        return {}
+    layout = description.layout()
+    whole = 0
+    for group, shape in enumerate(layout.groups):
+        held = 0
+        for level in Level:
+            held |= entry.slices[level][group] if level not in entry.leaving else 0
+        whole |= (held == (1 << shape.num_slices) - 1) << group
+    return _groups(layout, whole)

@@ -1,0 +1,137 @@
+"""Why a request was resumed no further: what its engine told, and for what was not stored, why it was not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from kvstore.api import Outcome
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.absence import Absence, AbsenceFinder
+from kvstore.store.reasons import REASONS, UNKNOWN
+
+__all__ = ["Explainer"]
+
+_KEPT = 4096
+"""Outcomes, some 4 MiB: the latest ones."""
+
+_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    outcome: Outcome
+    at_ms: int
+
+
+class Explainer:
+    """Keeps the latest outcomes, and explains them when somebody asks: telling costs next to nothing.
+
+    Args:
+        absence: Finds out why something was not stored; `None`: there is no catalog.
+        clock: For the time of day.
+    """
+
+    def __init__(self, absence: AbsenceFinder | None, clock: Clock) -> None:
+        self._absence = absence
+        self._clock = clock
+        self._told: OrderedDict[tuple[str, str], _Told] = OrderedDict()
+
+    def tell(self, outcome: Outcome) -> None:
+        """Keep an outcome; a later one of the same request takes its place."""
+        key = (outcome.tenant, outcome.request)
+        self._told.pop(key, None)
+        self._told[key] = _Told(outcome, self._clock.wall_ms())
+        if len(self._told) > _KEPT:
+            self._told.popitem(last=False)
+
+    async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
+        """As `PageStore.explain`."""
+        if not request:
+            latest = [told for told in reversed(self._told.values()) if tenant in (None, told.outcome.tenant)]
+            return {"requests": [_summary(told) for told in latest[:_LISTED]]}
+        told = self._find(request, tenant)
+        outcome = told.outcome
+        found = Absence(outcome.reason)
+        # what did not answer may have held it: nobody can say that it was not stored
+        if outcome.detail.get("silent"):
+            found = Absence("tier_failed")
+        elif outcome.stop is not None:
+            found = await self._look(told, tenant, deadline)
+        reason = REASONS.get(found.reason, UNKNOWN)
+        return {
+            **_summary(told),
+            "namespace": outcome.namespace.hex() if outcome.namespace is not None else "",
+            "cap_tokens": outcome.cap_tokens,
+            "local_tokens": outcome.local_tokens,
+            "stopped_at_tokens": outcome.stop.tokens if outcome.stop is not None else None,
+            "reason": found.reason,
+            "why": reason.why,
+            "advice": reason.advice,
+            "detail": {**outcome.detail, **found.detail},
+        }
+
+    def _find(self, request: str, tenant: str | None) -> _Told:
+        mine = [told for told in self._told.values() if tenant in (None, told.outcome.tenant)]
+        exact = [told for told in mine if told.outcome.request == request]
+        found = exact or [told for told in mine if told.outcome.request.startswith(request)]
+        if not found:
+            raise InvalidRequest("no such request was told of lately", field="request", seen=request, kept=len(mine))
+        if len(found) > 1:
+            names = ", ".join(sorted(told.outcome.request for told in found)[:5])
+            raise InvalidRequest("several requests start like that", field="request", seen=request, requests=names)
+        return found[0]
+
+    async def _look(self, told: _Told, tenant: str | None, deadline: Deadline) -> Absence:
+        outcome = told.outcome
+        assert outcome.stop is not None
+        if self._absence is None or outcome.namespace is None:
+            return self._apart(told, tenant) or Absence(outcome.reason)
+        try:
+            found = await self._absence.find(
+                outcome.namespace, outcome.stop.prefix, outcome.groups, told.at_ms // 1000, deadline=deadline
+            )
+        except KVStoreError as error:
+            return Absence(outcome.reason, {"catalog": str(error)})
+        if found.reason in ("never_stored", "catalog_incomplete"):
+            return self._apart(told, tenant) or found
+        return found
+
+    def _apart(self, told: _Told, tenant: str | None) -> Absence | None:
+        """Whether the same tokens were asked for before in a way that keeps them apart from this request's."""
+        mine = told.outcome
+        if not mine.content:
+            return None
+        for other in reversed(self._told.values()):
+            its = other.outcome
+            if its is mine or its.content != mine.content or other.at_ms > told.at_ms:
+                continue
+            if its.tenant != mine.tenant:
+                if tenant is None:
+                    return Absence("other_tenant", {"other_request": its.request, "other_tenant": its.tenant})
+            elif its.first != mine.first:
+                return Absence("other_salt", {"other_request": its.request})
+        return None
+
+
+def _summary(told: _Told) -> dict[str, object]:
+    outcome = told.outcome
+    return {
+        "request": outcome.request,
+        "tenant": outcome.tenant,
+        "at": datetime.fromtimestamp(told.at_ms / 1000, UTC).isoformat(timespec="milliseconds"),
+        "prompt_tokens": outcome.prompt_tokens,
+        "resume_tokens": outcome.resume_tokens,
+        "result": _result(outcome),
+        "reason": outcome.reason,
+    }
+
+
+def _result(outcome: Outcome) -> str:
+    if outcome.resume_tokens <= outcome.local_tokens:
+        return "local" if outcome.local_tokens and outcome.reason == "held_by_engine" else "miss"
+    return "hit" if outcome.resume_tokens >= outcome.cap_tokens else "part"

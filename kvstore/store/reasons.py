@@ -1,0 +1,107 @@
+"""Why a prompt was not resumed any further: each word, what it means, what to do. docs/explain.md lists them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.catalog.base import LeaveReason
+
+__all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """What a word means.
+
+    Attributes:
+        why: One sentence.
+        advice: The next step to take; empty where there is nothing to do.
+    """
+
+    why: str
+    advice: str = ""
+
+
+REASONS = {
+    # nothing is wrong
+    "": Reason("all of the prompt that can be resumed was resumed"),
+    "held_by_engine": Reason("the engine's own cache held as much or more"),
+    "too_short": Reason("the prompt is shorter than one block, so there is nothing to resume"),
+    "opted_out": Reason("the request asked not to be loaded", "its kv_transfer_params say so"),
+    "mode": Reason("this engine only saves", 'set "mode" to "both" in kv_connector_extra_config'),
+    "audited": Reason("what was found is computed again to be compared, as audit_rate asks"),
+    "cheaper_to_compute": Reason(
+        "by what this engine has measured, computing took less time than fetching would have",
+        "a quicker hot tier, or load_always in kv_connector_extra_config where fetching is always right",
+    ),
+    # the engine has no cache, or not yet
+    "engine_not_cached": Reason("this engine is not cached", "its log says why at start; see docs/vllm.md"),
+    "not_ready": Reason("the engine was still digesting its weights or opening its namespace", "wait"),
+    "uncacheable": Reason("it is not known what the pages of this request depend on"),
+    "adapter_unknown": Reason("the content of the request's adapter could not be read", "see the engine's log"),
+    # something was slow or broken
+    "lookup_timeout": Reason(
+        "the store did not say in time what is there", "see the tiers with `kvstore status`; lookup_timeout_ms"
+    ),
+    "lookup_failed": Reason("the store could not be asked", "is the service running? `kvstore status`"),
+    "stage_timeout": Reason("the service did not end the fetch in time", "see the tiers with `kvstore status`"),
+    "stage_failed": Reason("the fetch failed", "see the engine's and the service's log"),
+    "shared_fetch_failed": Reason("another request was fetching the same, and failed", "explain that one"),
+    "deadline": Reason(
+        "what was fetched by the deadline was used, the rest came too late",
+        "a quicker tier, or a larger max_wait_ms",
+    ),
+    "stall": Reason("no bytes arrived from the tier for stall_timeout_ms", "see the tiers with `kvstore status`"),
+    "tier_failed": Reason("a tier did not answer, and what it holds was not used", "`kvstore status`: is it healthy?"),
+    "node_memory": Reason(
+        "this node's memory had no room for all of it", "a larger memory_bytes; three quarters of it can be on its way"
+    ),
+    "corrupt": Reason(
+        "a record did not match its checksum: it was put aside, and nothing of it was used",
+        "`kvstore verify` walks a whole tier; check the medium",
+    ),
+    "gone": Reason("a record that the catalog told of was not there any more"),
+    "closed": Reason("the service was shutting down"),
+    "load_failed": Reason(
+        "the fetched pages could not be loaded into the engine's blocks and were recomputed", "see the engine's log"
+    ),
+    # it is not stored
+    "group_incomplete": Reason("of the pages that this point needs, not all groups are stored"),
+    "evicted": Reason("it was stored, and left when a byte budget was reached", "a larger budget, or a pin"),
+    "quota": Reason("it was stored, and left when the tenant's quota was reached", "a larger quota, or a pin"),
+    "expired": Reason("it was stored, and its time to live passed", "a longer time to live, or a pin"),
+    "removed": Reason("it was stored, and somebody removed it"),
+    "lost": Reason(
+        "it was stored, and Redis let it go by itself: evicted, flushed or restarted without its data",
+        "more memory for Redis, or a cold tier",
+    ),
+    "broken": Reason("it was stored, and left because a part that it needs was not there any more"),
+    "superseded": Reason("the end of a shorter prompt was replaced by a whole page"),
+    "other_salt": Reason(
+        "the same tokens were asked for under another cache_salt or adapter, which keeps them apart on purpose"
+    ),
+    "other_tenant": Reason("the same tokens are another tenant's, and tenants share nothing"),
+    "namespace_differs": Reason(
+        "the prompt is stored by an engine whose namespace differs from this one's",
+        "make the engines equal in the fields named; docs/vllm.md tells what goes into a namespace",
+    ),
+    "never_stored": Reason("it has not been stored, as far as is known"),
+    "nothing_stored": Reason("nothing usable was found; whether it was stored before is not known here"),
+    "catalog_incomplete": Reason(
+        "the catalog does not know of everything that is stored", "`kvstore reindex` makes it anew from the records"
+    ),
+}  # fmt: skip
+
+UNKNOWN = Reason("a reason that this release does not know")
+
+LEFT = {
+    LeaveReason.EVICTED: "evicted",
+    LeaveReason.QUOTA: "quota",
+    LeaveReason.EXPIRED: "expired",
+    LeaveReason.REMOVED: "removed",
+    LeaveReason.CORRUPT: "corrupt",
+    LeaveReason.LOST: "lost",
+    LeaveReason.SUPERSEDED: "superseded",
+    LeaveReason.BROKEN: "broken",
+}
+"""The word for each way to leave."""

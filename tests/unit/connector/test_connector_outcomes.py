@@ -1,0 +1,196 @@
+"""What the store is told of each request, so that somebody can ask later why it was a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.request_flags import RequestFlags
+from connector.scheduler.side import PromptFacts
+from kvstore.api import LeaseId, Staged
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from tests.unit.connector.scheduler_world import World, unready_world, world
+from tests.unit.connector.support import eventually, soon, tokens_of
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as made:
+        yield made
+
+
+def explained(at: World, request_id: str) -> Mapping[str, Any]:
+    """What the store says of a request, once it was told."""
+    answers: list[Mapping[str, Any]] = []
+
+    def is_told() -> bool:
+        try:
+            answers.append(at.bridge.run(lambda store: store.explain(request_id, deadline=soon(), tenant=None)))
+        except InvalidRequest:
+            return False
+        return True
+
+    eventually(is_told)
+    return answers[-1]
+
+
+def test_a_whole_hit(at: World) -> None:
+    """Resumed from the furthest point: nothing is left to explain, and where it came from is said."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    at.admit("a", at.ask("a"))
+    told = explained(at, "a")
+    assert (told["result"], told["reason"], told["resume_tokens"], told["cap_tokens"]) == ("hit", "", 160, 160)
+    assert told["detail"]["records_from_memory"] == 6
+    assert told["prompt_tokens"] == 170
+    at.finished("a")
+
+
+def test_a_part_names_the_page_that_is_missing(at: World) -> None:
+    """Two pages of three are there: it stopped where the third begins, at that page's end."""
+    at.keep("a", 200, ends=[64, 128])
+    at.new("a", 200)
+    at.admit("a", at.ask("a"))
+    told = explained(at, "a")
+    assert (told["result"], told["resume_tokens"], told["stopped_at_tokens"]) == ("part", 128, 192)
+    assert told["reason"] == "nothing_stored", "a store without a catalog does not know whether it ever was"
+    at.finished("a")
+
+
+def test_nothing_there_and_the_same_tokens_under_a_salt(at: World) -> None:
+    """A miss is no mystery when the same tokens were asked for with another salt, by anybody before."""
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    assert explained(at, "a")["reason"] == "nothing_stored"
+    at.new("b", 170, name="a", cache_salt="blue")
+    assert at.ask("b") == 0
+    told = explained(at, "b")
+    assert (told["result"], told["reason"], told["detail"]) == ("miss", "other_salt", {"other_request": "a"})
+    assert explained(at, "a")["reason"] == "nothing_stored", "who came first was not kept apart from anybody"
+
+
+def test_held_by_the_engine(at: World) -> None:
+    """No miss: vLLM has as much itself."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    assert at.ask("a", 160) == 0
+    told = explained(at, "a")
+    assert (told["result"], told["reason"], told["local_tokens"]) == ("local", "held_by_engine", 160)
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "reason"),
+    [
+        ({"mode": "save"}, {}, "mode"),
+        ({}, {"flags": RequestFlags(load=False)}, "opted_out"),
+        ({}, {"uncacheable": "a modality"}, "uncacheable"),
+    ],
+)
+def test_never_looked_up(tmp_path: Path, settings: dict[str, Any], prompt: dict[str, Any], reason: str) -> None:
+    """What is stored does not matter then, and is not looked into."""
+    with world(tmp_path, **settings) as at:
+        at.new("a", 170, **prompt)
+        assert at.ask("a") == 0
+        told = explained(at, "a")
+        assert (told["reason"], told["namespace"], told["stopped_at_tokens"]) == (reason, "", None)
+
+
+def test_a_short_prompt(at: World) -> None:
+    """Shorter than a block: nobody's fault."""
+    at.new("a", 12)
+    assert at.ask("a") == 0
+    assert explained(at, "a")["reason"] == "too_short"
+
+
+def test_an_engine_without_cache(tmp_path: Path) -> None:
+    """The rank's refusal is told with each request."""
+    with unready_world(tmp_path, {0: "a layout nobody knows"}) as at:
+        at.new("a", 170)
+        assert at.ask("a") == 0
+        told = explained(at, "a")
+        assert told["reason"] == "engine_not_cached"
+        assert "a layout nobody knows" in told["detail"]["because"]
+
+
+def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
+    """The namespace does not open in time."""
+    with unready_world(tmp_path, lookup_timeout_ms=50) as at:
+        at.new("a", 170)
+        assert at.ask("a") == 0
+        assert explained(at, "a")["reason"] == "not_ready"
+
+
+def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
+    """Nobody knows what was there: that is what is said."""
+    with world(tmp_path, lookup_timeout_ms=50) as at:
+        at.store.held.add("lookup")
+        at.new("a", 170)
+        assert at.ask("a") == 0
+        assert explained(at, "a")["reason"] in ("lookup_timeout", "lookup_failed")
+        at.store.held.clear()
+        at.store.errors["lookup"] = Unavailable("nobody is there")
+        at.new("b", 170)
+        assert at.ask("b") == 0
+        assert explained(at, "b")["reason"] == "lookup_failed"
+
+
+def test_a_failing_fetch_and_a_failing_load(at: World) -> None:
+    """What was found did not come, or did not get into the blocks."""
+    at.keep("a", 170)
+    at.store.errors["stage"] = Unavailable("gone")
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    assert explained(at, "a")["reason"] == "stage_failed"
+    del at.store.errors["stage"]
+    at.new("b", 170, name="a")
+    at.admit("b", at.ask("b"))
+    at.finished("b", failed=True)
+    eventually(lambda: explained(at, "b")["reason"] == "load_failed")
+    assert explained(at, "b")["result"] == "miss"
+
+
+def test_cheaper_to_compute_has_its_numbers(at: World) -> None:
+    """Both times are told, and how much there was."""
+    at.keep("a", 170)
+    at.side._admission.prefill.observe([(0, 128)], 0.0001)
+    for size in (128, 256, 384, 512) * 4:
+        at.side._admission.prefill.observe([(0, size)], size * 1e-6)
+    for num_bytes in (1000, 10_000, 100_000) * 3:
+        staged = Staged(LeaseId(bytes(16)), 64, sources={"memory": 1}, num_bytes=num_bytes)
+        at.side._admission.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    told = explained(at, "a")
+    assert told["reason"] == "cheaper_to_compute"
+    assert told["detail"]["stored_tokens"] == 160
+    assert told["detail"]["fetch_s"] > 1.0
+    assert 0 < told["detail"]["compute_s"] < 0.1
+
+
+def test_what_vllm_asks_again_is_told_once(at: World) -> None:
+    """However often it asks, also after the answer."""
+    at.new("a", 170)
+    assert at.ask("a") == 0
+    explained(at, "a")
+    for _ in range(20):
+        assert at.side.matched_tokens("a", 0) == 0
+    assert at.store.calls["tell"] == 1
+
+
+def test_the_latest_requests_are_listed(at: World) -> None:
+    """Newest first; an id may be given by its start, if it is the only one."""
+    for name in ("first", "second"):
+        at.side.on_new_request(PromptFacts(f"chatcmpl-{name}", tokens_of(name, 170)))
+        assert at.ask(f"chatcmpl-{name}") == 0
+        explained(at, f"chatcmpl-{name}")
+    listed: Any = at.bridge.run(lambda store: store.explain("", deadline=soon(), tenant=None))
+    assert [one["request"] for one in listed["requests"]] == ["chatcmpl-second", "chatcmpl-first"]
+    assert explained(at, "chatcmpl-f")["request"] == "chatcmpl-first"
+    with pytest.raises(InvalidRequest, match=r"several requests start like that.*chatcmpl-first, chatcmpl-second"):
+        at.bridge.run(lambda store: store.explain("chatcmpl", deadline=soon(), tenant=None))
+    with pytest.raises(InvalidRequest, match=r"no such request.*nobody"):
+        at.bridge.run(lambda store: store.explain("nobody", deadline=soon(), tenant=None))
