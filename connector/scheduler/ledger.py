@@ -13,7 +13,7 @@ from connector.prefix_hash import PrefixChain
 from connector.request_flags import RequestFlags
 from connector.scheduler.bridge import result_or_none
 from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
-from kvstore.model.keys import PrefixHash
+from kvstore.model.keys import NamespaceId, PrefixHash
 
 __all__ = ["Fetch", "Ledger", "RequestState"]
 
@@ -88,7 +88,9 @@ class RequestState:
         cursors: By group: every page up to here is saved, known to be stored, or given up.
         present: By boundary the groups that were stored when the lookup was answered, or that were loaded or saved.
         save_stopped: A page was dropped for good; what comes behind it could never be used.
-        local_tokens: The engine's own hit when vLLM asked last.
+        namespace: Where it was looked up, when vLLM asked last; then also
+        local_tokens: the engine's own hit, and
+        cap_tokens: the furthest point that it could be resumed from.
         told: What the store was told last of its outcome.
     """
 
@@ -116,7 +118,9 @@ class RequestState:
     save_stopped: bool = False
     present: dict[int, int] = field(default_factory=dict)
     presence_known: bool = False
+    namespace: NamespaceId | None = None
     local_tokens: int = 0
+    cap_tokens: int = 0
     told: tuple[str, int] | None = None
 
     def learn_presence(self) -> None:

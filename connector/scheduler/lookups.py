@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from connector.scheduler.bridge import Bridge, result_or_none
 from connector.scheduler.flights import Flights
 from connector.scheduler.handoffs import awaits_more, look_again
 from connector.scheduler.ledger import Fetch, RequestState
-from connector.scheduler.outcomes import Outcomes
+from connector.scheduler.outcomes import Outcomes, cut, silent
 from connector.settings import ConnectorSettings
 from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
 from kvstore.errors import Closed
@@ -142,8 +142,8 @@ class Lookups:
         """Tokens beyond `local_tokens` that are staged and leased, 0 for none, `None` for "ask again"."""
         if state.closed or state.chain is None:
             return 0
-        state.local_tokens = local_tokens
-        if self._cap_tokens(state.prompt) == 0:  # it has no resume point: not worth a step of waiting
+        state.namespace, state.local_tokens, state.cap_tokens = namespace, local_tokens, self._cap_tokens(state.prompt)
+        if state.cap_tokens == 0:  # it has no resume point: not worth a step of waiting
             self._outcomes.tell(state, "too_short")
             return 0
         now = self._clock.monotonic_s()
@@ -159,12 +159,10 @@ class Lookups:
         if not lookup.done():
             if in_time:
                 return None
-            return self._give_up(state, namespace, "lookup_timeout")
+            return self._give_up(state, "lookup_timeout")
         answer = result_or_none(lookup)
         if answer is None:  # also where nobody could tell what its adapter is
-            return self._give_up(
-                state, namespace, "lookup_failed" if state.chain.adapter is None else "adapter_unknown"
-            )
+            return self._give_up(state, "lookup_failed" if state.chain.adapter is None else "adapter_unknown")
         there_tokens, cap_tokens = max(answer.resume_tokens, local_tokens), self._cap_tokens(state.prompt)
         if awaits_more(state, there_tokens=there_tokens, cap_tokens=cap_tokens, now_s=now, meters=self._meters):
             if look_again(state, now):
@@ -174,12 +172,12 @@ class Lookups:
         state.learn_presence()
         if answer.resume_tokens <= local_tokens:
             if answer.resume_tokens:
-                return self._held_locally(state, namespace)
-            return self._give_up(state, namespace, "nothing_stored", detail=_silent(answer), looked=True)
+                return self._held_locally(state)
+            return self._give_up(state, "nothing_stored", detail=silent(answer), looked=True)
         if self._waits_for_another(state, namespace, answer.resume_tokens, local_tokens, now):
             return None
         if state.follows is not None and state.follows.failed:
-            return self._give_up(state, namespace, "shared_fetch_failed")  # or each in turn would find out for itself
+            return self._give_up(state, "shared_fetch_failed")  # or each in turn would find out for itself
         return self._fetch(state, namespace, answer, local_tokens, now)
 
     def _waits_for_another(
@@ -210,23 +208,15 @@ class Lookups:
     ) -> int | None:
         """Fetch what of a hit is worth it."""
         choice = self._admission.choose(answer, local_tokens, now_s=now)
-        shortened: dict[str, object] = {}
+        shortened: dict[str, float] = {}
         if choice.resume_tokens < answer.resume_tokens:
-            _log.debug(
-                "kvstore: %d of %d tokens are cheaper to compute than to fetch: %.3f s against %.3f s request=%s",
-                answer.resume_tokens - choice.resume_tokens,
-                answer.resume_tokens - local_tokens,
-                choice.compute_s,
-                choice.fetch_s,
-                state.request_id,
-            )
             shortened = {
                 "stored_tokens": answer.resume_tokens,
                 "compute_s": choice.compute_s or 0.0,
                 "fetch_s": choice.fetch_s,
             }
             if choice.resume_tokens <= local_tokens:
-                return self._give_up(state, namespace, "cheaper_to_compute", detail=shortened)
+                return self._give_up(state, "cheaper_to_compute", detail=shortened)
             self._meters.add("connector_hits_cut", reason="cheaper_to_compute")
         ceiling_s = self._ceiling_s(local_tokens, choice.resume_tokens)
         if state.follow_until_s is not None:  # it has spent of its time on waiting for another one's fetch
@@ -269,17 +259,17 @@ class Lookups:
             # the stage call ends by itself when nothing comes any more; this is the ceiling above it
             if now - fetch.started_s < fetch.ceiling_s + _OVERDUE_S:
                 return None
-            return self._give_up(state, namespace, "stage_timeout")
+            return self._give_up(state, "stage_timeout")
         staged = result_or_none(fetch.future)
         if staged is not None:
             self._learn(fetch, staged, now)
         if staged is None or staged.lease is None:
             if staged is None:
-                return self._give_up(state, namespace, "stage_failed")
-            word, detail = _cut(staged)
-            return self._give_up(state, namespace, "nothing_staged", word=word, detail=detail)
+                return self._give_up(state, "stage_failed")
+            word, detail = cut(staged)
+            return self._give_up(state, "nothing_staged", word=word, detail=detail)
         if staged.resume_tokens <= local_tokens:
-            return self._held_locally(state, namespace)
+            return self._held_locally(state)
         is_late = now - fetch.renewed_s >= staged.lease_s
         if fetch.lost or is_late or local_tokens < fetch.query.local_tokens:
             # its lease has ended, or vLLM evicted blocks that it had when we fetched, so that what lies below is not
@@ -293,7 +283,7 @@ class Lookups:
             self._flights.end(fetch, loaded=False)
             state.fetch = None  # the audit's from now on, with its lease; what is left below is fetched anew
             if stop <= local_tokens:
-                return self._give_up(state, namespace, "audited")
+                return self._give_up(state, "audited")
             return self._fetch_anew(state, namespace, local_tokens, now, most_tokens=stop)
         fetch.local_tokens = local_tokens
         return staged.resume_tokens - local_tokens
@@ -303,7 +293,7 @@ class Lookups:
     ) -> int | None:
         answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
         if answer is None:
-            return self._give_up(state, namespace, "lookup_failed")
+            return self._give_up(state, "lookup_failed")
         if most_tokens is not None:
             answer = replace(answer, resume_tokens=most_tokens)
         return self._fetch(state, namespace, answer, local_tokens, now)
@@ -327,32 +317,15 @@ class Lookups:
 
         self._submit_quietly(renew)
 
-    def _held_locally(self, state: RequestState, namespace: NamespaceId) -> int:
+    def _held_locally(self, state: RequestState) -> int:
         """vLLM has as much itself: no miss, and it may be asked again when vLLM loses it."""
-        cap_tokens = self._cap_tokens(state.prompt)
-        self._outcomes.tell(state, "held_by_engine", namespace=namespace, cap_tokens=cap_tokens)
+        self._outcomes.tell(state, "held_by_engine")
         self.drop_fetch(state)
         state.asked_s = None
         return 0
 
-    def _give_up(
-        self,
-        state: RequestState,
-        namespace: NamespaceId,
-        reason: str,
-        *,
-        word: str = "",
-        detail: Mapping[str, object] | None = None,
-        looked: bool = False,
-    ) -> int:
-        self._outcomes.tell(
-            state,
-            word or reason,
-            namespace=namespace,
-            cap_tokens=self._cap_tokens(state.prompt),
-            detail=detail,
-            looked=looked,
-        )
+    def _give_up(self, state: RequestState, reason: str, word: str = "", **told: Any) -> int:
+        self._outcomes.tell(state, word or reason, **told)
         if state.fetch is not None:
             self._flights.end(state.fetch, failed=True)
         self._meters.add("connector_misses", reason=reason)
@@ -373,33 +346,8 @@ class Lookups:
         assert staged.lease is not None
         state.fetch, state.loading, state.asked_s = None, fetch, None
         self._renew(fetch, staged.lease)
-        self._tell_hit(state, fetch, staged)
+        self._outcomes.hit(state, fetch, staged)
         return staged, fetch.local_tokens
-
-    def _tell_hit(self, state: RequestState, fetch: Fetch, staged: Staged) -> None:
-        cap_tokens = self._cap_tokens(state.prompt)
-        reason, looked = "", False
-        detail: dict[str, object] = {"bytes": staged.num_bytes, "fetch_s": round(fetch.took_s, 4)}
-        detail |= {f"records_from_{tier}": count for tier, count in staged.sources.items()}
-        if staged.resume_tokens < fetch.query.cap_tokens:
-            reason, why = _cut(staged)
-            detail |= why
-        elif fetch.shortened:
-            reason = "cheaper_to_compute"
-            detail |= fetch.shortened
-        elif staged.resume_tokens < cap_tokens:
-            reason, looked = "nothing_stored", True
-            answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
-            detail |= _silent(answer) if answer is not None else {}
-        self._outcomes.tell(
-            state,
-            reason,
-            namespace=fetch.query.namespace,
-            cap_tokens=cap_tokens,
-            resume_tokens=staged.resume_tokens,
-            detail=detail,
-            looked=looked,
-        )
 
     def drop_fetch(self, state: RequestState) -> None:
         """Forget what was being staged and end its lease."""
@@ -413,8 +361,7 @@ class Lookups:
         fetch, state.loading = state.loading, None
         if fetch is not None:
             if failed:
-                cap_tokens = self._cap_tokens(state.prompt)
-                self._outcomes.tell(state, "load_failed", namespace=fetch.query.namespace, cap_tokens=cap_tokens)
+                self._outcomes.tell(state, "load_failed")
             self._flights.end(fetch, loaded=not failed)
             self._release(fetch)
 
@@ -449,14 +396,3 @@ class Lookups:
     ) -> PrefixQuery:
         boundaries = chain.boundaries[: len(prompt) // self._step_tokens]
         return PrefixQuery(namespace, tuple(boundaries), local_tokens, self._cap_tokens(prompt), self._step_tokens)
-
-
-def _silent(answer: Lookup) -> dict[str, object]:
-    """What did not answer a lookup, and may hold more than it says."""
-    return {"silent": ", ".join(answer.silent)} if answer.silent else {}
-
-
-def _cut(staged: Staged) -> tuple[str, dict[str, object]]:
-    """Why a stage brought less than was there, as a word and what it rests on."""
-    word, _, tier = staged.cut.partition(":")
-    return word or "gone", {"tier": tier} if tier else {}

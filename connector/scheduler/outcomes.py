@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 from connector.scheduler.bridge import Bridge, result_or_none
-from connector.scheduler.ledger import RequestState
-from kvstore.api import Outcome, PageStore
+from connector.scheduler.ledger import Fetch, RequestState
+from kvstore.api import Lookup, Outcome, PageStore, Staged
 from kvstore.errors import Closed
-from kvstore.model.keys import Boundary, NamespaceId
+from kvstore.model.keys import Boundary
 from kvstore.model.layout import Layout
 from kvstore.model.outcome import content_digest
 
-__all__ = ["Outcomes"]
+__all__ = ["Outcomes", "cut", "silent"]
 
 
 class Outcomes:
@@ -35,8 +35,6 @@ class Outcomes:
         state: RequestState,
         reason: str,
         *,
-        namespace: NamespaceId | None = None,
-        cap_tokens: int = 0,
         resume_tokens: int = 0,
         detail: Mapping[str, object] | None = None,
         looked: bool = False,
@@ -46,8 +44,6 @@ class Outcomes:
         Args:
             state: The request.
             reason: Why it was resumed no further, a word of docs/explain.md; empty: it was, all the way.
-            namespace: Where it was looked up.
-            cap_tokens: The furthest point that it could have been resumed from.
             resume_tokens: Up to where it was resumed.
             detail: What the reason rests on.
             looked: The reason is what the lookup did not find: the store says why that was not there.
@@ -55,20 +51,23 @@ class Outcomes:
         if state.told == (reason, resume_tokens):
             return
         state.told = (reason, resume_tokens)
-        prompt, chain, local_tokens = state.prompt, state.chain, state.local_tokens
+        prompt, chain = state.prompt, state.chain
         outcome = Outcome(
             request=state.request_id,
-            namespace=namespace,
+            namespace=state.namespace,
             prompt_tokens=len(prompt),
-            cap_tokens=cap_tokens,
-            local_tokens=local_tokens,
-            resume_tokens=max(resume_tokens, local_tokens),
+            cap_tokens=state.cap_tokens,
+            local_tokens=state.local_tokens,
+            resume_tokens=max(resume_tokens, state.local_tokens),
             reason=reason,
             detail=detail or {},
         )
         boundaries: Sequence[Boundary] = chain.boundaries if chain is not None and state.is_hashed else ()
         if looked and (stop := self._stop(state, boundaries, outcome)) is not None:
             outcome = replace(outcome, stop=stop[0], groups=stop[1])
+        elif reason == "gone":  # what the lookup found and the fetch did not
+            pages = (at for at in boundaries if at.tokens % self._page_tokens == 0 or at.tokens >= state.cap_tokens)
+            outcome = replace(outcome, stop=next((at for at in pages if at.tokens > outcome.resume_tokens), None))
 
         async def tell(store: PageStore) -> None:
             told = outcome
@@ -79,6 +78,23 @@ class Outcomes:
 
         with suppress(Closed):  # at the very end
             self._bridge.submit(tell)
+
+    def hit(self, state: RequestState, fetch: Fetch, staged: Staged) -> None:
+        """Tell of what is being loaded, and if that is not all there could be, why."""
+        reason, looked = "", False
+        detail: dict[str, object] = {"bytes": staged.num_bytes, "fetch_s": fetch.took_s}
+        detail |= {f"records_from_{tier}": count for tier, count in staged.sources.items()}
+        if staged.resume_tokens < fetch.query.cap_tokens:
+            reason, why = cut(staged)
+            detail |= why
+        elif fetch.shortened:
+            reason = "cheaper_to_compute"
+            detail |= fetch.shortened
+        elif staged.resume_tokens < state.cap_tokens:
+            reason, looked = "nothing_stored", True
+            answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
+            detail |= silent(answer) if answer is not None else {}
+        self.tell(state, reason, resume_tokens=staged.resume_tokens, detail=detail, looked=looked)
 
     def _stop(
         self, state: RequestState, boundaries: Sequence[Boundary], outcome: Outcome
@@ -94,3 +110,14 @@ class Outcomes:
         ]
         pages = [found for found in beyond if found[0].tokens % self._page_tokens == 0]
         return next(iter(pages or beyond[-1:]), None)
+
+
+def silent(answer: Lookup) -> dict[str, object]:
+    """What did not answer a lookup, and may hold more than it says, as an outcome's detail."""
+    return {"silent": ", ".join(answer.silent)} if answer.silent else {}
+
+
+def cut(staged: Staged) -> tuple[str, dict[str, object]]:
+    """Why a stage brought less than was there, as an outcome's reason and detail."""
+    word, _, tier = staged.cut.partition(":")
+    return word or "gone", {"tier": tier} if tier else {}

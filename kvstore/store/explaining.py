@@ -21,6 +21,8 @@ _KEPT = 4096
 
 _LISTED = 100
 
+_TOLD_WITHIN_S = 5
+
 
 @dataclass(frozen=True, slots=True)
 class _Told:
@@ -91,12 +93,16 @@ class Explainer:
         assert outcome.stop is not None
         if self._absence is None or outcome.namespace is None:
             return self._apart(told, tenant) or Absence(outcome.reason)
+        vanished = outcome.reason == "gone"  # between lookup and fetch: why is told to the catalog about now
+        asked_s = told.at_ms // 1000 + (_TOLD_WITHIN_S if vanished else 0)
         try:
             found = await self._absence.find(
-                outcome.namespace, outcome.stop.prefix, outcome.groups, told.at_ms // 1000, deadline=deadline
+                outcome.namespace, outcome.stop.prefix, outcome.groups, asked_s, deadline=deadline
             )
         except KVStoreError as error:
             return Absence(outcome.reason, {"catalog": str(error)})
+        if vanished:
+            return found if "left" in found.detail else Absence("gone")
         if found.reason in ("never_stored", "catalog_incomplete"):
             return self._apart(told, tenant) or found
         return found

@@ -118,9 +118,9 @@ class Recorder:
         await self._tell(Removal(key, level, num_bytes, reason), deadline)
 
     def dropped(self, keys: Iterable[RecordKey], level: Level) -> None:
-        """A medium let records go by itself. Never waits."""
+        """A tier let records go to stay within its bytes. Never waits."""
         for key in keys:
-            self._queue(Removal(key, level, None, LeaveReason.LOST))
+            self._queue(Removal(key, level, None, LeaveReason.EVICTED))
 
     def used(self, namespace: NamespaceId, boundaries: Iterable[tuple[PrefixHash, int]]) -> None:
         """Boundaries (prefix, tokens) were read. Never waits: told within seconds."""

@@ -10,7 +10,18 @@ SURFACE = {
     "connector": ["KVStoreConnector"],
     "kvstore": ["__version__"],
     "kvstore.api": [
-        *("Ack", "Deadline", "LeaseId", "Lookup", "Offer", "PageStore", "PrefixQuery", "Retention", "SaveOutcome"),
+        *(
+            "Ack",
+            "Deadline",
+            "LeaseId",
+            "Lookup",
+            "Offer",
+            "Outcome",
+            "PageStore",
+            "PrefixQuery",
+            "Retention",
+            "SaveOutcome",
+        ),
         "Staged",
     ],
     "kvstore.client": [

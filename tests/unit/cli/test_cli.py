@@ -37,6 +37,7 @@ def test_version() -> None:
         (["serve", "--listen", "tcp://127.0.0.1:0", "--cold", "memory:"], 2, ["token_file"]),
         (["serve", "--config", "/nonexistent.toml"], 2, ["/nonexistent.toml"]),
         (["status", "--url", "unix:/nonexistent/s"], 1, ["not reachable", "/nonexistent/s"]),
+        (["explain", "some-id", "--url", "unix:/nonexistent/s"], 1, ["not reachable", "/nonexistent/s"]),
         (["status", "--url", "nowhere"], 2, ["unix:/path", "nowhere"]),
         (["status", "--timeout-s", "soon"], 2, ["timeout-s"]),
     ],

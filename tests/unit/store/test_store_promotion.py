@@ -188,7 +188,7 @@ class TestPromotion:
                 await store.save(record, deadline=soon())
             first = await stage(store, prompt)
             assert first.lease is not None
-            assert (await stage(store, prompt)) == Staged(None, 0)
+            assert (await stage(store, prompt)) == Staged(None, 0, cut="node_memory")
             await store.release(first.lease)
             assert (await stage(store, prompt)).resume_tokens == 128
 
@@ -200,7 +200,7 @@ class TestPromotion:
             staged = await asyncio.gather(*(stage(store, prompt) for _ in range(4)))
             leases = [one.lease for one in staged if one.lease is not None]
             assert len(leases) == 1
-            assert [one for one in staged if one.lease is None] == [Staged(None, 0)] * 3
+            assert [one for one in staged if one.lease is None] == [Staged(None, 0, cut="node_memory")] * 3
             await store.release(leases[0])
             assert store._memory.pinned_bytes == 0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, get_type_hints
 
 import msgpack
 import pytest
 
 from kvstore import errors
-from kvstore.api import LeaseId, Lookup, Offer, PrefixQuery, Staged
+from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.wire import convert, messages
@@ -152,3 +152,50 @@ def test_stages_come_back() -> None:
     for change in ({"spans": bytes(8)}, {"prefixes": b""}, {"parts": bytes(2)}, {"sources": {"s3": "two"}}):
         with pytest.raises(InvalidRequest, match="staged"):
             convert.parse_staged(decode({**reply, **change}))  # type: ignore[arg-type]
+
+
+def test_outcomes_come_back() -> None:
+    """With everything there is to tell, and with next to nothing."""
+    full = Outcome(
+        request="chatcmpl-1",
+        namespace=NAMESPACE,
+        prompt_tokens=200,
+        cap_tokens=192,
+        local_tokens=16,
+        resume_tokens=64,
+        reason="nothing_stored",
+        detail={"fetch_s": 0.5, "bytes": 7, "silent": "redis"},
+        stop=Boundary(128, PrefixHash(bytes(32))),
+        groups=1 << 255 | 5,
+        first=PrefixHash(bytes([1]) * 32),
+        content=bytes(16),
+    )
+    for outcome in (full, Outcome("a", None, 10, 0, 0, 0)):
+        head = messages.encode(convert.outcome_message(outcome))
+        message = messages.decode(head)
+        assert isinstance(message, messages.Outcome)
+        assert convert.parse_outcome(message) == outcome
+
+
+@pytest.mark.parametrize("field", ["stop_prefix", "first", "content", "namespace"])
+def test_outcomes_whose_hashes_are_none_are_refused(field: str) -> None:
+    """Of another length than theirs."""
+    message = convert.outcome_message(Outcome("a", None, 10, 0, 0, 0))
+    with pytest.raises(InvalidRequest, match=field):
+        convert.parse_outcome(replace(message, **{field: b"short"}))  # type: ignore[arg-type]
+
+
+def test_an_outcome_takes_no_more_room_than_it_may() -> None:
+    """Text is cut, and only so many plain values are kept: thousands of outcomes stand in the service's memory."""
+    message = convert.outcome_message(Outcome("a" * 9999, None, 10, 0, 0, 0))
+    detail = {f"{number}": "b" * 9999 for number in range(99)} | {"0": ["no plain value"]}
+    kept = convert.parse_outcome(replace(message, detail=detail, reason="c" * 9999))
+    assert (len(kept.request), len(kept.reason), len(kept.detail)) == (512, 512, 15)
+    assert {len(str(value)) for value in kept.detail.values()} == {512}
+
+
+def test_what_did_not_answer_a_lookup_comes_back() -> None:
+    """Names, or none; an older peer says nothing of it."""
+    for silent in ((), ("redis",), ("catalog", "s3")):
+        lookup = Lookup(0, (0,), silent=silent)
+        assert convert.parse_lookup(convert.lookup_reply(1, lookup), 1) == lookup

@@ -1,0 +1,336 @@
+"""Why a request was a miss, each reason brought about on a real Redis or directory behind a real scheduler side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from connector.identity import describe_namespace
+from connector.scheduler.side import PromptFacts, SchedulerSide
+from connector.settings import ConnectorSettings
+from kvstore.api import Deadline, Outcome
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.client import connect
+from kvstore.client.remote import RemoteStore
+from kvstore.compose import open_catalog, open_store
+from kvstore.errors import InvalidRequest
+from kvstore.format.record import Record
+from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.runtime.meters import Meters
+from kvstore.service.credentials import Credentials
+from kvstore.service.server import Server
+from kvstore.settings import Settings, load_settings
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.servers import RedisServer
+from kvstore.tiers.memory import MemoryTier
+from kvstore.wire.address import parse_address
+from tests.unit.connector.support import WEIGHTS, LoopBridge, eventually, make_facts, make_shape, records_of, tokens_of
+
+pytestmark = pytest.mark.servers
+
+TOKENS = 200
+"""Three pages of 64 and what is left, of which 192 can be resumed."""
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+class StoreBridge(LoopBridge):
+    """The loop thread of an engine whose store runs on it, as the settings say."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        super().__init__()
+
+    async def _make(self) -> Any:
+        return await self._stack.enter_async_context(open_store(self._settings))
+
+    def close(self) -> None:
+        self._call(self._stack.aclose)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+class Engine:
+    """A scheduler side on a store of its own."""
+
+    def __init__(self, settings: Settings, folder: Path, **facts: Any) -> None:
+        self.bridge = StoreBridge(settings)
+        self.facts = make_facts(**facts)
+        self.shape = make_shape(self.facts)
+        chosen = ConnectorSettings(weights_id=WEIGHTS, lookup_timeout_ms=3000, max_wait_ms=3000)
+        self.side = SchedulerSide(chosen, self.facts, self.shape, self.bridge, cache_folder=folder, rank_refusals={})
+        eventually(lambda: self.side.is_ready)
+
+    def keep(self, name: str, ends: list[int] | None = None) -> list[Record]:
+        """Store a prompt's pages, down to the cold tier where there is one."""
+        records = records_of(tokens_of(name, TOKENS), self.facts, self.shape, ends=ends)
+
+        async def save(store: Any) -> None:
+            await store.open_namespace(describe_namespace(self.facts, self.shape, WEIGHTS), deadline=soon())
+            for record in records:
+                await store.save(record, deadline=soon())
+            assert await store.drain(soon()) == 0
+            if store._recorder is not None:
+                await store._recorder.drain(soon())
+
+        self.bridge.run(save)
+        return records
+
+    def ask(self, request_id: str, name: str, **prompt: Any) -> int:
+        """vLLM's question, as often as it takes; loads what is found."""
+        self.side.on_new_request(PromptFacts(request_id, tokens_of(name, TOKENS), **prompt))
+        answers: list[int] = []
+
+        def asked() -> bool:
+            answer = self.side.matched_tokens(request_id, 0)
+            if answer is not None:
+                answers.append(answer)
+            return bool(answers)
+
+        eventually(asked)
+        if answers[0]:
+            self.side.on_allocated(request_id, [list(range(1, 64))], answers[0])
+            self.side.on_loads_finished({request_id}, set())
+        return answers[0]
+
+    def explain(self, request_id: str) -> Mapping[str, Any]:
+        answers: list[Mapping[str, Any]] = []
+
+        def told() -> bool:
+            try:
+                answers.append(self.bridge.run(lambda store: store.explain(request_id, deadline=soon(), tenant=None)))
+            except InvalidRequest:
+                return False
+            return True
+
+        eventually(told)
+        return answers[0]
+
+    def close(self) -> None:
+        for state in self.side.ledger:
+            self.side.on_finished(state.request_id)
+        self.side.shutdown()
+        self.bridge.close()
+
+
+@contextmanager
+def engine(settings: Settings, folder: Path, **facts: Any) -> Iterator[Engine]:
+    made = Engine(settings, folder, **facts)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def directory(folder: Path, **more: object) -> Settings:
+    own = {"hot": "memory:", "cold": f"file://{folder}/records", "memory_bytes": "32MiB", "disk_bytes": "64MiB"}
+    return load_settings({**own, **more})
+
+
+@pytest.fixture
+def redis(shared_redis: RedisServer) -> RedisServer:
+    async def flush() -> None:
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            await client.flushall()
+
+    asyncio.run(flush())
+    return shared_redis
+
+
+def on_redis(server: RedisServer, **more: object) -> Settings:
+    own = {"hot": server.url, "cold": "memory:", "memory_bytes": "32MiB", "catalog_look_s": 600.0}
+    return load_settings({**own, **more})
+
+
+def test_never_stored_and_stored_since(tmp_path: Path) -> None:
+    """Nobody ever had it; a moment later this very request's pages are there, which does not change why it missed."""
+    with engine(directory(tmp_path), tmp_path) as at:
+        assert at.ask("a", "prompt") == 0
+        told = at.explain("a")
+        assert (told["reason"], told["result"], told["stopped_at_tokens"]) == ("never_stored", "miss", 64)
+        at.keep("prompt")
+        told = at.explain("a")
+        assert told["reason"] == "never_stored"
+        assert 0 <= told["detail"]["stored_after_s"] <= 30
+        assert at.ask("b", "prompt") == 192
+        assert at.explain("b")["result"] == "hit"
+
+
+def test_evicted(tmp_path: Path) -> None:
+    """It was stored, and left for the sake of others: when is said, and from where."""
+    settings = directory(tmp_path, disk_bytes=3 * 8 * 4096, retention_policy="lru")  # three prompts, a block a record
+    with engine(settings, tmp_path) as at:
+        at.keep("first")
+        for number in range(6):
+            at.keep(f"other {number}")
+
+        def left() -> bool:
+            return bool(at.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=1, deadline=soon())))
+
+        eventually(left)
+    with engine(settings, tmp_path) as at:  # with an empty memory
+        reached = at.ask("a", "first")
+        assert reached < 192
+        told = at.explain("a")
+        assert told["reason"] == "evicted"
+        assert (told["detail"]["left"], told["detail"]["left_from"]) == ("evicted", "cold")
+        assert 0 <= told["detail"]["left_before_s"] <= 60
+        assert "budget" in told["why"]
+        assert "pin" in told["advice"]
+
+
+def test_a_slice_is_missing(tmp_path: Path) -> None:
+    """One record of a page was put aside at an engine that found it corrupt: the group is named."""
+    with engine(directory(tmp_path), tmp_path) as at:
+        records = at.keep("prompt")
+        second = next(record for record in records if record.header.span.stop == 128)
+        at.bridge.run(lambda store: store.discard(second.key, "checksum", deadline=soon()))
+        at.bridge.run(lambda store: store._recorder.drain(soon()))
+        assert at.ask("a", "prompt") == 64
+        told = at.explain("a")
+        assert (told["result"], told["resume_tokens"], told["stopped_at_tokens"]) == ("part", 64, 128)
+        assert told["reason"] == "corrupt"
+        assert told["detail"]["left"] == "corrupt"
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    """The fleet's other engine has it in another namespace: the fields that differ are named, with both values."""
+    settings = directory(tmp_path)
+    with engine(settings, tmp_path, dtype="bfloat16", element_bytes=2, compute_dtype="bfloat16") as at:
+        at.keep("prompt")
+    with engine(settings, tmp_path) as at:
+        assert at.ask("a", "prompt") == 0
+        told = at.explain("a")
+        assert told["reason"] == "namespace_differs"
+        assert "'float32' here, 'bfloat16' there" in told["detail"].values()
+        assert "dtype" in told["detail"]["fields"]
+
+
+def test_another_salt(tmp_path: Path) -> None:
+    """Stored for somebody else's salt: apart on purpose."""
+    with engine(directory(tmp_path), tmp_path) as at:
+        at.keep("prompt")
+        assert at.ask("a", "prompt") == 192
+        assert at.ask("b", "prompt", cache_salt="blue") == 0
+        told = at.explain("b")
+        assert (told["reason"], told["detail"]["other_request"]) == ("other_salt", "a")
+
+
+def test_lost_by_redis(redis: RedisServer, tmp_path: Path) -> None:
+    """Redis let records go by itself; the catalog has found out."""
+    settings = on_redis(redis)
+    with engine(settings, tmp_path) as at:
+        at.keep("prompt")
+
+    async def lose() -> int:
+        async with Redis(host=redis.host, port=redis.port) as client, open_catalog(settings) as catalog:
+            assert isinstance(catalog, RedisCatalog)
+            reconciler = Reconciler(catalog, Meters())
+            await reconciler.look()
+            await client.unlink(*[name async for name in client.scan_iter(match="v1/*{*")])
+            return await reconciler.look()
+
+    with engine(settings, tmp_path) as at:
+        assert asyncio.run(lose()) > 0
+        assert at.ask("a", "prompt") == 0
+        assert at.explain("a")["reason"] == "lost"
+
+
+def test_corrupt_in_redis(redis: RedisServer, tmp_path: Path) -> None:
+    """Bytes changed in Redis: nothing of them is used, and that is the reason."""
+    settings = on_redis(redis, stall_timeout_ms=5000)
+    with engine(settings, tmp_path) as at:
+        at.keep("prompt")
+
+    async def damage() -> None:
+        async with Redis(host=redis.host, port=redis.port) as client:
+            for name in [name async for name in client.scan_iter(match="v1/*{*")]:
+                await client.setrange(name, 200, b"damaged")
+
+    asyncio.run(damage())
+    with engine(settings, tmp_path) as at:
+        assert at.ask("a", "prompt") == 0
+        eventually(lambda: at.explain("a")["reason"] == "corrupt")
+
+
+def test_a_frozen_tier(redis: RedisServer, tmp_path: Path) -> None:
+    """Redis stands still while it is asked: nobody knows what it has, and it is named."""
+    with engine(on_redis(redis), tmp_path) as at:
+        at.keep("prompt")
+    with engine(on_redis(redis), tmp_path) as at:
+        redis.freeze()
+        try:
+            assert at.ask("a", "prompt") == 0
+            told = at.explain("a")
+        finally:
+            redis.thaw()
+        assert told["reason"] in ("tier_failed", "lookup_timeout")
+        if told["reason"] == "tier_failed":
+            assert told["detail"]["silent"] == "redis"
+
+
+def test_no_room_in_this_node(tmp_path: Path) -> None:
+    """A hit that is larger than what this node can hold is cut, and the setting is named."""
+    with engine(directory(tmp_path), tmp_path) as at:
+        num_bytes = sum(record.num_bytes for record in at.keep("prompt"))
+    with engine(directory(tmp_path, stage_bytes=num_bytes // 2), tmp_path) as at:
+        assert at.ask("a", "prompt") < 192
+        told = at.explain("a")
+        assert told["reason"] == "node_memory"
+        assert "memory_bytes" in told["advice"]
+
+
+async def test_tenants_see_their_own(tmp_path: Path) -> None:
+    """Over the wire: a tenant gets its requests and no other's, and is not told that another one has the same; a
+    process of the service's own user sees all, and that it is another tenant's.
+    """
+    tokens = {"red": "a" * 32, "blue": "b" * 32}
+    credentials = Credentials({sha256(token.encode()).hexdigest(): name for name, token in tokens.items()})
+    facts = make_facts()
+    shape = make_shape(facts)
+    description = describe_namespace(facts, shape, WEIGHTS)
+    async with AsyncExitStack() as stack:
+        store = TieredStore(MemoryTier(8 << 20))
+        stack.push_async_callback(store.aclose)
+        server = Server(store, credentials=credentials)
+        stack.push_async_callback(server.aclose)
+        await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+
+        def client(token: str | None) -> RemoteStore:
+            made = connect(str(server.addresses[0]), token=token)
+            stack.push_async_callback(made.aclose)
+            return made
+
+        content = {"first": PrefixHash(bytes(32)), "content": bytes(16), "prompt_tokens": 200, "cap_tokens": 192}
+        for name in ("red", "blue"):
+            tenant = client(tokens[name])
+            namespace = await tenant.open_namespace(description, deadline=soon())
+            stop = records_of(tokens_of("a", TOKENS), facts, shape)[0]
+            tenant.tell(
+                Outcome(
+                    f"of {name}", namespace, local_tokens=0, resume_tokens=0, reason="nothing_stored",
+                    stop=Boundary(64, stop.key.prefix), **content,  # type: ignore[arg-type]
+                )
+            )  # fmt: skip
+            await tenant.status(deadline=soon())  # behind it on the same connection: it has arrived
+        blue: Any = await client(tokens["blue"]).explain("", deadline=soon())
+        assert [one["request"] for one in blue["requests"]] == ["of blue"]
+        with pytest.raises(InvalidRequest, match="no such request"):
+            await client(tokens["blue"]).explain("of red", deadline=soon())
+        assert (await client(tokens["blue"]).explain("of blue", deadline=soon()))["reason"] == "nothing_stored"
+        everything: Any = await client(None).explain("", deadline=soon())
+        assert [one["request"] for one in everything["requests"]] == ["of blue", "of red"]
+        told: Any = await client(None).explain("of blue", deadline=soon())
+        assert (told["reason"], told["detail"]["other_tenant"]) == ("other_tenant", "red")
