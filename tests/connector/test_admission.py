@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.api import Deadline
+from kvstore.client import BlockingStore
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
 from tests.connector.support.service import DirectoryService
@@ -131,6 +134,29 @@ def test_a_request_that_must_not_be_saved_leaves_nothing(store: tuple[Store, Ans
         time.sleep(0.1)
     assert kept.num_records == before + kept.num_per_prompt, "the first prompt's would have come before"
     assert "kv_transfer_params.kvstore.colour: unknown" in fresh.log_text()
+
+
+def test_what_became_of_each_request_is_explained(store: tuple[Store, Answer], fresh: EngineProcess) -> None:
+    """A hit, one that the engine held itself, one that asked not to be loaded, and one that nobody had stored."""
+    kept, _ = store
+    assert fresh.reset_prefix_cache()
+    for request in (
+        Request(PROMPT),
+        Request(PROMPT),
+        Request(seeded_prompt(44, 1000), kv_transfer_params={"kvstore": {"load": False}}),
+        Request(seeded_prompt(45, 1000)),
+    ):
+        fresh.generate([request])
+    with BlockingStore(kept.service.url) as asking:
+        listed: Any = asking.explain("", deadline=Deadline.after(10.0))["requests"][:4]
+        told = [asking.explain(one["request"], deadline=Deadline.after(10.0)) for one in reversed(listed)]
+    assert [(one["result"], one["reason"]) for one in told] == [
+        ("hit", ""),
+        ("local", "held_by_engine"),
+        ("miss", "opted_out"),
+        ("miss", "never_stored"),
+    ]
+    assert [one["resume_tokens"] for one in told] == [RESTORED, RESTORED, 0, 0]
 
 
 def test_one_prefix_of_a_hybrid_is_fetched_once(work: Path, tmp_path: Path) -> None:
