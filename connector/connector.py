@@ -127,7 +127,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     def _connect(self) -> BlockingStore:
         settings = self._settings
-        options = ClientOptions(stall_timeout_s=settings.stall_timeout_ms / 1000)
+        options = ClientOptions(stall_timeout_s=settings.stall_timeout_ms / 1000, tls=settings.tls())
         embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
         try:
             return BlockingStore(settings.url, token=self._token, options=options, embedded=embedded)

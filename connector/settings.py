@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kvstore.client import ClientTls
 from kvstore.errors import InvalidRequest
 
 __all__ = ["ConnectorSettings", "cache_folder"]
@@ -26,8 +27,12 @@ class ConnectorSettings:
     """Settings of one engine's connector.
 
     Attributes:
-        url: The service: `embedded:` (a private one, started on demand), `unix:/path` or `tcp://host:port`.
-        token_file: File with the bearer token for a `tcp://` service; not the token itself, since vLLM logs arguments.
+        url: The service: `embedded:` (a private one, started on demand), `unix:/path`, `tcp://host:port` or
+            `tls://host:port`.
+        token_file: File with the bearer token for a service on TCP; not the token itself, since vLLM logs arguments.
+        tls_ca_file: Authorities that a `tls://` service's certificate is believed by; else the system's.
+        tls_certificate_file: What this engine shows to a `tls://` service that asks for a certificate, in PEM.
+        tls_key_file: Its key, if that is not in the same file.
         mode: `both`, `load` (read only), `save` (write only) or `off`.
         weights_id: Names the weights instead of a digest of their files. Two engines with equal ids share pages, so an
             id that stays the same while weights change serves wrong output.
@@ -58,6 +63,9 @@ class ConnectorSettings:
 
     url: str = "embedded:"
     token_file: str | None = None
+    tls_ca_file: str | None = None
+    tls_certificate_file: str | None = None
+    tls_key_file: str | None = None
     mode: str = "both"
     weights_id: str | None = None
     weights_may_change: bool = False
@@ -145,6 +153,11 @@ class ConnectorSettings:
             raise InvalidRequest("expected a share from 0 to 1", field="audit_rate", seen=self.audit_rate)
         if self.weights_id == "":
             raise InvalidRequest("expected a name, or leave it out for a digest of the files", field="weights_id")
+
+    def tls(self) -> ClientTls:
+        """What this engine believes and shows at a `tls://` address."""
+        files = (self.tls_ca_file, self.tls_certificate_file, self.tls_key_file)
+        return ClientTls(*(Path(name) if name is not None else None for name in files))
 
     def read_token(self) -> str | None:
         """The bearer token, without surrounding white space, or `None` when no file is named.

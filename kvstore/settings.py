@@ -29,6 +29,7 @@ from kvstore.tiers.locations import (
     without_secrets,
 )
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+from kvstore.wire.tls import ServerTls
 
 __all__ = ["Settings", "load_settings", "parse_bytes"]
 
@@ -133,6 +134,11 @@ class Settings(BaseSettings):
         listen: Where engines connect: `unix:/path` or `tcp://host:port`. A Unix socket is faster and needs no token.
         admin_listen: `host:port` of the administration interface; kept for a later release, nothing listens yet.
         token_file: A file with the token that clients on TCP must show; without it, or credentials, TCP is refused.
+        tls_certificate_file: What a `tls://` address shows, with its chain, in PEM; renewed files are taken up. Verbs
+            that ask such a service show it too, where it asks for one.
+        tls_key_file: Its key, if that is not in the same file.
+        tls_client_ca_file: Only peers with a certificate of these authorities may connect to a `tls://` address.
+        tls_ca_file: Authorities that verbs believe when they ask a `tls://` service; else the system's.
         credentials_file: A TOML file of `[[credential]]` tables with `tenant` and `token_sha256`: whoever shows that
             token is that tenant, and tenants share nothing. Read at start.
         memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
@@ -182,6 +188,10 @@ class Settings(BaseSettings):
     listen: Annotated[Address, BeforeValidator(_address)] = UnixAddress("/run/kvstore.sock")
     admin_listen: Annotated[TcpAddress, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
     token_file: Path | None = None
+    tls_certificate_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    tls_ca_file: Path | None = None
     credentials_file: Path | None = None
     memory_bytes: Bytes = Field(default_factory=_tenth_of_ram)
     disk_bytes: Bytes | None = None
@@ -207,6 +217,19 @@ class Settings(BaseSettings):
     pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     idle_exit_s: Seconds | None = None
+
+    def tls(self) -> ServerTls | None:
+        """What a `tls://` address shows, if there is a certificate.
+
+        Raises:
+            InvalidRequest: A file cannot be used, or there is one without its certificate.
+        """
+        if self.tls_certificate_file is None:
+            for name in ("tls_key_file", "tls_client_ca_file"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequest("setting tls_certificate_file: missing, though there is one", also=name)
+            return None
+        return ServerTls(self.tls_certificate_file, self.tls_key_file, self.tls_client_ca_file)
 
     def disk_budget_bytes(self, directory: Path) -> int:
         """`disk_bytes`, or a tenth of what is free where `directory` is or will be."""

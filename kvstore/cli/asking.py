@@ -15,6 +15,7 @@ from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.main import read_token
 from kvstore.settings import load_settings
+from kvstore.wire.tls import ClientTls
 
 __all__ = ["AsJson", "Asked", "Timeout", "Url", "asked"]
 
@@ -22,7 +23,9 @@ _EMBEDDED = "embedded:"
 
 Url: TypeAlias = Annotated[
     str,
-    typer.Option(help="unix:/path, tcp://host:port or embedded: (asks, never starts one); else $KVSTORE_LISTEN."),
+    typer.Option(
+        help="unix:/path, tcp://host:port, tls://host:port or embedded: (asks, never starts one); else $KVSTORE_LISTEN."
+    ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Timeout: TypeAlias = Annotated[float, typer.Option(min=0.01, max=600, help="Seconds to wait for the answer.")]
@@ -49,7 +52,8 @@ def asked(url: str, timeout_s: float, verb: str) -> Iterator[Asked]:
     if url == _EMBEDDED:
         url = f"unix:{private_socket_path(EmbeddedOptions().directory)}"
     name = url or str(settings.listen)
-    options = ClientOptions(name=f"kvstore {verb}", num_data_connections=1)
+    tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file)
+    options = ClientOptions(name=f"kvstore {verb}", num_data_connections=1, tls=tls)
     deadline = Deadline.after(timeout_s)
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # what cannot be reached is said once, as the error
     with BlockingStore(name, token=token, options=options) as store:

@@ -7,11 +7,13 @@ from kvstore.client.connecting import EmbeddedOptions, connect
 from kvstore.client.options import ClientOptions
 from kvstore.client.remote import RemoteStore
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+from kvstore.wire.tls import ClientTls
 
 __all__ = [
     "Address",
     "BlockingStore",
     "ClientOptions",
+    "ClientTls",
     "EmbeddedOptions",
     "RemoteStore",
     "TcpAddress",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvstore.client.embedded import EmbeddedOptions, EmbeddedService
 from kvstore.client.options import ClientOptions
 from kvstore.client.remote import RemoteStore
-from kvstore.wire.address import Address, parse_address
+from kvstore.wire.address import Address, TcpAddress, parse_address
 
 __all__ = ["EMBEDDED", "EmbeddedOptions", "connect"]
 
@@ -25,19 +25,22 @@ def connect(
     """A store at `url`; neither blocks nor fails when no service is there: calls do, until there is one.
 
     Args:
-        url: `unix:/path`, `tcp://host:port`, or `embedded:` for a private service that is started when needed.
+        url: `unix:/path`, `tcp://host:port`, `tls://host:port`, or `embedded:` for a private service that is started
+            when needed.
         token: What the service's `token_file` holds, if it has one.
         options: Times and counts.
         embedded: Sizes and place of the private service.
 
     Raises:
-        InvalidRequest: `url` is none of the three.
+        InvalidRequest: `url` is none of these, or a file of `options.tls` cannot be used.
     """
     options = options or ClientOptions()
     options = replace(options, token=token or options.token, name=options.name or f"pid {os.getpid()}")
     if url == EMBEDDED:
         return RemoteStore(EmbeddedService(embedded or EmbeddedOptions()).ensure, url, options)
     address = parse_address(url)
+    if isinstance(address, TcpAddress) and address.tls:
+        options.tls.context()  # what is wrong with its files is told now, and not with every attempt
 
     async def locate() -> Address:
         return address

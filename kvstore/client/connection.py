@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -107,7 +108,8 @@ class Connection:
                 if isinstance(address, UnixAddress):
                     await loop.create_unix_connection(lambda: self.frames, address.path)
                 else:
-                    await loop.create_connection(lambda: self.frames, address.host, address.port)
+                    tls = options.tls.context() if address.tls else None
+                    await loop.create_connection(lambda: self.frames, address.host, address.port, ssl=tls)
                 self.socket_id = _socket_id(self.frames.extra("socket"))
                 hello = messages.Hello(PROTOCOL_VERSION, options.token, role, options.name)
                 self.frames.post(hello)
@@ -115,6 +117,12 @@ class Connection:
         except TimeoutError as error:
             self.frames.abort()
             raise Unavailable("the service does not greet", address=address) from error
+        except ssl.SSLCertVerificationError as error:
+            raise Unavailable(
+                "the service's certificate is not believed: see tls_ca_file",
+                address=address,
+                error=error.verify_message,
+            ) from error
         except OSError as error:
             raise Unavailable("cannot connect", address=address, error=error.strerror or error) from error
         except BaseException:

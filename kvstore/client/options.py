@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import InvalidRequest
+from kvstore.wire.tls import ClientTls
 
 __all__ = ["ClientOptions"]
 
@@ -24,6 +25,7 @@ class ClientOptions:
         backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
         backoff_max_s: Also how long healing takes at most after the service is back.
         first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect.
+        tls: What it believes and shows at a `tls://` address.
         shared_memory: Read records where the service keeps them, where it offers that: one copy instead of two.
     """
 
@@ -36,6 +38,7 @@ class ClientOptions:
     backoff_s: float = 0.05
     backoff_max_s: float = 0.5
     first_attempt_s: float = 1.0
+    tls: ClientTls = field(default_factory=ClientTls)
     shared_memory: bool = True
 
     def __post_init__(self) -> None:

@@ -9,13 +9,16 @@ import os
 import socket
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.wire.address import Address, TcpAddress, UnixAddress
+from kvstore.wire.address import Address, UnixAddress
+from kvstore.wire.tls import ServerTls
 
 __all__ = ["Listener", "unix_accepts"]
 
 _BACKLOG = 512
+_HANDSHAKE_S = 10.0
 
 
 class Listener:
@@ -31,20 +34,35 @@ class Listener:
         self._inode = inode
 
     @classmethod
-    async def open(cls, address: Address, protocol: Callable[[], asyncio.BaseProtocol]) -> Listener:
+    async def open(
+        cls, address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ServerTls | None = None
+    ) -> Listener:
         """Listen; `protocol` is made for each peer.
 
         Raises:
-            InvalidRequest: The address is in use, or cannot be listened on.
+            InvalidRequest: The address is in use, or cannot be listened on; or it is one for TLS, and there is none.
         """
         loop = asyncio.get_running_loop()
         try:
             if isinstance(address, UnixAddress):
                 sock, inode = _bind_unix(address.path)
                 return cls(address, await loop.create_unix_server(protocol, sock=sock, backlog=_BACKLOG), inode)
-            server = await loop.create_server(protocol, address.host, address.port, backlog=_BACKLOG)
+            if address.tls and tls is None:
+                raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
+            context = tls.context if tls is not None and address.tls else None
+
+            handshake_s = _HANDSHAKE_S if context is not None else None
+
+            def make() -> asyncio.BaseProtocol:
+                if tls is not None:
+                    tls.refresh()  # before this peer is shown anything
+                return protocol()
+
+            server = await loop.create_server(
+                make, address.host, address.port, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=handshake_s
+            )
             port: int = server.sockets[0].getsockname()[1]
-            return cls(TcpAddress(address.host, port), server, None)
+            return cls(replace(address, port=port), server, None)
         except OSError as error:
             hint = "another program listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
             raise InvalidRequest(f"cannot listen: {hint}", address=address) from error

@@ -41,6 +41,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
         [settings.listen],
         token=token,
         credentials=credentials,
+        tls=settings.tls(),
         idle_exit_s=settings.idle_exit_s,
         on_ready=on_ready,
     )

@@ -15,6 +15,7 @@ from kvstore.service.credentials import Credentials
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.wire.address import Address
+from kvstore.wire.tls import ServerTls
 
 __all__ = ["run_service", "serve_until_told"]
 
@@ -29,6 +30,7 @@ async def serve_until_told(
     limits: ServiceLimits | None = None,
     token: str = "",
     credentials: Credentials | None = None,
+    tls: ServerTls | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
 ) -> None:
@@ -40,6 +42,7 @@ async def serve_until_told(
         limits: What peers can make the service hold.
         token: Asked of TCP peers, unless empty.
         credentials: Tokens that make their peers tenants.
+        tls: For addresses that speak it.
         idle_exit_s: `None`: never ends by itself.
         on_ready: Called when all addresses accept.
 
@@ -51,7 +54,7 @@ async def serve_until_told(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with store as opened:
-        server = Server(opened, limits, token, credentials)
+        server = Server(opened, limits, token, credentials, tls)
         try:
             await server.listen(addresses)
             if on_ready is not None:
@@ -79,6 +82,7 @@ def run_service(
     limits: ServiceLimits | None = None,
     token: str = "",
     credentials: Credentials | None = None,
+    tls: ServerTls | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
 ) -> None:
@@ -90,6 +94,7 @@ def run_service(
             limits=limits,
             token=token,
             credentials=credentials,
+            tls=tls,
             idle_exit_s=idle_exit_s,
             on_ready=on_ready,
         )

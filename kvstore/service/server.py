@@ -20,6 +20,7 @@ from kvstore.service.limits import ServiceLimits
 from kvstore.service.listener import Listener
 from kvstore.service.session import Session
 from kvstore.wire.address import Address
+from kvstore.wire.tls import ServerTls
 
 __all__ = ["Server"]
 
@@ -35,6 +36,7 @@ class Server:
         limits: What peers can make it hold.
         token: Asked of TCP peers, unless empty.
         credentials: Tokens that make their peers tenants.
+        tls: For addresses that speak it.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class Server:
         limits: ServiceLimits | None = None,
         token: str = "",
         credentials: Credentials | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
+        self._tls = tls
         self._answers = Answers(store, self.describe)
         self._admission = PeerAdmission(token, credentials)
         self._budget = ByteBudget(self._limits.receive_bytes)
@@ -62,7 +66,7 @@ class Server:
             InvalidRequest: An address cannot be listened on.
         """
         for address in addresses:
-            self.listeners.append(await Listener.open(address, self._new_peer))
+            self.listeners.append(await Listener.open(address, self._new_peer, self._tls))
             _log.info("listening address=%s", self.listeners[-1].address)
 
     @property
@@ -91,10 +95,14 @@ class Server:
         }
 
     def _new_peer(self) -> asyncio.BaseProtocol:
-        session = Session(self._answers, self._admission, self._limits, self._budget, self._ended)
+        made = Session(
+            self._answers, self._admission, self._limits, self._budget, on_made=self._made, on_ended=self._ended
+        )
+        return made.connection
+
+    def _made(self, session: Session) -> None:
         self._sessions.add(session)
         self._num_sessions += 1
-        return session.connection
 
     def _ended(self, session: Session) -> None:
         self._sessions.discard(session)

@@ -51,6 +51,7 @@ class Session:
         admission: Asked once, at the hello.
         limits: Bounds of this connection.
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
+        on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; whoever is called calls `aclose`.
     """
 
@@ -60,9 +61,11 @@ class Session:
         admission: Admission,
         limits: ServiceLimits,
         budget: ByteBudget,
+        *,
+        on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
     ) -> None:
-        self.connection = FrameConnection(self, limits.max_payload_bytes)
+        self.connection = FrameConnection(self, limits.max_payload_bytes, lambda: on_made(self))
         self.client = ""
         self.role = ""
         self.tenant = ""

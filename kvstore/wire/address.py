@@ -1,4 +1,4 @@
-"""Where a service listens and a client finds it: `unix:/path` or `tcp://host:port`. One grammar for both sides."""
+"""Where a service listens and a client finds it: `unix:/path`, `tcp://host:port` or `tls://host:port`; one grammar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Address", "TcpAddress", "UnixAddress", "parse_address"]
 UNIX_PATH_BYTES_MAX = 107
 """Linux keeps a socket's path in 108 bytes, the closing zero included."""
 
-_GRAMMAR = "unix:/path or tcp://host:port"
+_GRAMMAR = "unix:/path, tcp://host:port or tls://host:port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,16 @@ class TcpAddress:
     Attributes:
         host: A name or a literal address, IPv6 without brackets.
         port: 0 to 65535; 0 means any free port, for a listener only.
+        tls: Both sides speak TLS there.
     """
 
     host: str
     port: int
+    tls: bool = False
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
+        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 
 
 Address = UnixAddress | TcpAddress
@@ -57,7 +59,7 @@ def parse_address(text: str) -> Address:
     """
     if text.startswith("unix:"):
         return _parse_unix(text)
-    if text.startswith("tcp://"):
+    if text.startswith(("tcp://", "tls://")):
         return _parse_tcp(text)
     raise InvalidRequest(f"an address is {_GRAMMAR}", seen=repr(text))
 
@@ -90,4 +92,4 @@ def _parse_tcp(text: str) -> TcpAddress:
         raise InvalidRequest("a TCP address carries no password: name a file in token_file instead")
     if not host or port is None or parts.path or parts.query or parts.fragment:
         raise InvalidRequest(expected, seen=repr(text))
-    return TcpAddress(host, port)
+    return TcpAddress(host, port, tls=parts.scheme == "tls")

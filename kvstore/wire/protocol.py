@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -35,9 +36,11 @@ class FrameConnection(asyncio.BufferedProtocol):
     Args:
         owner: Gets what is received. Errors of `kvstore.errors` that it raises end the connection with a `Refused`.
         max_payload_bytes: Larger payloads end the connection.
+        on_made: Called when there is a connection: one whose TLS handshake fails is never made, and never lost.
     """
 
-    def __init__(self, owner: FrameOwner, max_payload_bytes: int) -> None:
+    def __init__(self, owner: FrameOwner, max_payload_bytes: int, on_made: Callable[[], None] = lambda: None) -> None:
+        self._on_made = on_made
         self.reader = FrameReader(owner, max_payload_bytes)
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -54,6 +57,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         tune_socket(self._transport.get_extra_info("socket"))
+        self._on_made()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.reader.buffer()

@@ -25,8 +25,8 @@ SURFACE = {
         "Staged",
     ],
     "kvstore.client": [
-        *("Address", "BlockingStore", "ClientOptions", "EmbeddedOptions", "RemoteStore", "TcpAddress", "UnixAddress"),
-        *("connect", "parse_address"),
+        *("Address", "BlockingStore", "ClientOptions", "ClientTls", "EmbeddedOptions", "RemoteStore"),
+        *("TcpAddress", "UnixAddress", "connect", "parse_address"),
     ],
     "kvstore.codec": [
         *("CHAINS", "CodecPool", "Encoded", "PLANES2", "PLANES4", "PoolUsage", "RAW", "ZSTD"),

@@ -221,7 +221,7 @@ def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:
 async def talk(choose: random.Random) -> None:
     budget, ended = ByteBudget(LIMITS.receive_bytes), list[Session]()
     store = DictStore()
-    session = Session(Answers(store, dict), AnyPeer(), LIMITS, budget, ended.append)
+    session = Session(Answers(store, dict), AnyPeer(), LIMITS, budget, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)
     for piece in pieces(conversation(choose), choose):
