@@ -23,6 +23,15 @@ class Ownership(ABC):
         """
 
     @abstractmethod
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        """Take or renew the lease as `hold` does, and return the word of whoever holds it then: `word`, where that is
+        this one, else what that owner said last, or nothing. A word ends with its lease.
+
+        Raises:
+            Unavailable: Nobody could be asked.
+        """
+
+    @abstractmethod
     async def release(self, name: str, *, deadline: Deadline) -> None:
         """Give the lease back, if it is held. A lease that is not given back ends by itself."""
 
@@ -32,6 +41,9 @@ class SoleOwnership(Ownership):
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
         return True
+
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        return word
 
     async def release(self, name: str, *, deadline: Deadline) -> None:
         pass

@@ -16,18 +16,25 @@ __all__ = ["RedisOwnership"]
 
 _ROOT = "c1o"
 
+_OWNER_BYTES = 16
+
 _HOLD = """
-local owner = redis.call('GET', KEYS[1])
-if owner and owner ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
+local held = redis.call('GET', KEYS[1]) or ''
+if held ~= '' and string.sub(held, 1, 16) ~= ARGV[1] then return {0, string.sub(held, 17)} end
+local word = ARGV[3] or string.sub(held, 17)
+redis.call('SET', KEYS[1], ARGV[1] .. word, 'PX', ARGV[2])
+return {1, word}
 """
 
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+_RELEASE = """
+local held = redis.call('GET', KEYS[1])
+if held and string.sub(held, 1, 16) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
 
 
 class RedisOwnership(Ownership):
-    """A key per name, `c1o/<name>`, with the lease as its time to live.
+    """A key per name, `c1o/<name>`, with the lease as its time to live: the owner (16 bytes) and its word, in UTF-8.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster`; stays the caller's.
@@ -37,13 +44,19 @@ class RedisOwnership(Ownership):
     def __init__(self, client: Any, *, lease_s: float) -> None:
         self._client = client
         self._lease_ms = max(1, round(lease_s * 1000))
-        self._owner = secrets.token_bytes(16)  # names this process among all that share the server
+        self._owner = secrets.token_bytes(_OWNER_BYTES)  # names this process among all that share the server
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
-        held = await self._ask(
-            lambda: self._client.eval(_HOLD, 1, f"{_ROOT}/{name}", self._owner, self._lease_ms), deadline
-        )
-        return bool(held)
+        is_ours, _ = await self._hold(name, deadline)
+        return bool(is_ours)
+
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        _, said = await self._hold(name, deadline, word)
+        return bytes(said).decode(errors="replace")
+
+    async def _hold(self, name: str, deadline: Deadline, *word: str) -> Any:
+        values = (f"{_ROOT}/{name}", self._owner, self._lease_ms, *word)
+        return await self._ask(lambda: self._client.eval(_HOLD, 1, *values), deadline)
 
     async def release(self, name: str, *, deadline: Deadline) -> None:
         await self._ask(lambda: self._client.eval(_RELEASE, 1, f"{_ROOT}/{name}", self._owner), deadline)

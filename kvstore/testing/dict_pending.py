@@ -32,9 +32,9 @@ class PendingBooks:
 
 @dataclass
 class LeaseBooks:
-    """Who holds which name until when."""
+    """Who holds which name until when, and says what."""
 
-    held: dict[str, tuple[object, float]] = field(default_factory=dict)
+    held: dict[str, tuple[object, float, str]] = field(default_factory=dict)
 
 
 class DictPendingLog(PendingLog):
@@ -145,15 +145,23 @@ class DictOwnership(Ownership):
         self._owner = object()
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
-        def work() -> bool:
-            now_s = self._clock.monotonic_s()
-            owner, end_s = self._books.held.get(name, (self._owner, 0.0))
-            if owner is not self._owner and end_s > now_s:
-                return False
-            self._books.held[name] = (self._owner, now_s + self._lease_s)
-            return True
+        is_ours, _ = await self._ask("ownership hold", lambda: self._hold(name, None), deadline)
+        return is_ours
 
-        return await self._ask("ownership hold", work, deadline)
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        _, said = await self._ask("ownership agree", lambda: self._hold(name, word), deadline)
+        return said
+
+    def _hold(self, name: str, word: str | None) -> tuple[bool, str]:
+        now_s = self._clock.monotonic_s()
+        owner, end_s, said = self._books.held.get(name, (self._owner, 0.0, ""))
+        if end_s <= now_s:
+            owner, said = self._owner, ""
+        if owner is not self._owner:
+            return False, said
+        said = said if word is None else word
+        self._books.held[name] = (self._owner, now_s + self._lease_s, said)
+        return True, said
 
     async def release(self, name: str, *, deadline: Deadline) -> None:
         def work() -> None:

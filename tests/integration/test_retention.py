@@ -55,6 +55,22 @@ async def test_a_lease_has_one_owner_and_ends_by_itself(client: Redis) -> None:
     assert await first.hold("a", deadline=soon())
 
 
+async def test_an_owner_has_the_word(client: Redis) -> None:
+    """Others hear what the owner said last, also after it renewed its lease without a word; it ends with its lease."""
+    first, second = RedisOwnership(client, lease_s=30.0), RedisOwnership(client, lease_s=30.0)
+    assert await first.hold("a", deadline=soon())
+    assert await second.agree("a", "all", deadline=soon()) == ""
+    assert await first.agree("a", "second_sight", deadline=soon()) == "second_sight"
+    assert await first.hold("a", deadline=soon())
+    assert not await second.hold("a", deadline=soon())
+    assert await second.agree("a", "all", deadline=soon()) == "second_sight"
+    await second.release("a", deadline=soon())  # not its own: nothing happens
+    assert await second.agree("a", "all", deadline=soon()) == "second_sight"
+    await first.release("a", deadline=soon())
+    assert await second.agree("a", "all", deadline=soon()) == "all"
+    assert await first.agree("a", "second_sight", deadline=soon()) == "all"
+
+
 async def test_a_redis_that_is_not_there_is_unavailable() -> None:
     """Nobody owns anything then."""
     client = Redis(host="127.0.0.1", port=1)

@@ -29,6 +29,9 @@ class NobodysOwnership(Ownership):
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
         return False
 
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        return ""
+
     async def release(self, name: str, *, deadline: Deadline) -> None:
         raise AssertionError("released what was never held")
 
@@ -162,5 +165,5 @@ async def test_auto_follows_the_lookups_of_this_node() -> None:
         query = PrefixQuery(NAMESPACE, tuple(path), 0, 96, 16)
         choice.observe(query, LAYOUT)
         if number % 500 == 499:
-            await choice.settle(48 * BOUNDARY_BYTES, BOUNDARY_BYTES)
+            await choice.settle(48 * BOUNDARY_BYTES, BOUNDARY_BYTES, is_near=True)
     assert choice.make_policy().name == "s3fifo"
