@@ -75,8 +75,15 @@ class CataloguedTier(Tier):
             self._room.end(record.key, cost_bytes, is_stored=is_stored)
         return outcome
 
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """As `Tier.put_evictable`. Not bounded here: only what evicts by itself knows a difference."""
+        return await self._told(record, await self.inner.put_evictable(record, deadline=deadline), deadline)
+
     async def _put(self, record: Record, deadline: Deadline) -> PutOutcome:
-        outcome = await self.inner.put(record, deadline=deadline)
+        return await self._told(record, await self.inner.put(record, deadline=deadline), deadline)
+
+    async def _told(self, record: Record, outcome: PutOutcome, deadline: Deadline) -> PutOutcome:
+        """The outcome of a put, once the catalog knows of the record."""
         if outcome is PutOutcome.STORED:
             taken = await self._recorder.added(record, self._level, deadline=deadline)
         elif outcome is PutOutcome.EXISTS:

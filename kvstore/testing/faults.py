@@ -77,6 +77,12 @@ class FaultyTier(Tier):
         self.keys_put.append(record.key)
         return await self.inner.put(record, deadline=deadline)
 
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        outcome = await self.put(record, deadline=deadline)
+        if outcome is PutOutcome.STORED:
+            self.keys_allowed.append(record.key)
+        return outcome
+
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         await self._fault("delete", deadline)
         return await self.inner.delete(key, deadline=deadline)

@@ -100,6 +100,14 @@ class TierContract:
         assert stored.header == record.header
         assert await tier.head([record.key], deadline=soon()) in ([record.num_bytes], [0])
 
+    async def test_evictable(self, tier: Tier) -> None:
+        """A record that may go is there like any other, once."""
+        record = make_record(1, 1000)
+        outcomes = [await tier.put_evictable(record, deadline=soon()), await tier.put(record, deadline=soon())]
+        assert outcomes == [PutOutcome.STORED, PutOutcome.EXISTS]
+        stored = await tier.get(record.key, deadline=soon())
+        assert stored is not None and stored.data == record.data
+
     async def test_absent(self, tier: Tier) -> None:
         """What was never put is a miss in every verb, and no error."""
         key = make_key(1)

@@ -134,6 +134,12 @@ class Tier(ABC):
         If cancelled, the record is either wholly stored or wholly absent for every reader.
         """
 
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """As `put`, for a record that nobody was promised: a medium that evicts by itself may let it go from the first
+        moment on. After `EXISTS` what is there may go or must stay as before.
+        """
+        return await self.put(record, deadline=deadline)
+
     @abstractmethod
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         """Remove a record. False: it was not there."""

@@ -112,6 +112,23 @@ async def test_what_is_told_to_exist_stays(medium: RedisMedium, tier: Tier, payl
     assert all(medium.raw.ttl(name) > 0 for name in medium.raw.keys("*"))
 
 
+@pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
+async def test_what_may_go_may_go_from_the_start(medium: RedisMedium, tier: Tier, payload_bytes: int) -> None:
+    """A record that nobody was promised has its expiry in all its parts; one that is promised already keeps none, and a
+    promise made later takes it away.
+    """
+    promised, record = make_record(1, payload_bytes), make_record(2, payload_bytes)
+    assert await tier.put(promised, deadline=soon()) is PutOutcome.STORED
+    kept = medium.raw.keys("*")
+    assert await tier.put_evictable(promised, deadline=soon()) is PutOutcome.EXISTS
+    assert await tier.put_evictable(record, deadline=soon()) is PutOutcome.STORED
+    assert {medium.raw.ttl(name) for name in kept} == {-1}
+    assert all(medium.raw.ttl(name) > 86_400 for name in set(medium.raw.keys("*")).difference(kept))
+    assert await tier.put_evictable(record, deadline=soon()) is PutOutcome.EXISTS
+    assert await tier.put(record, deadline=soon()) is PutOutcome.EXISTS
+    assert {medium.raw.ttl(name) for name in medium.raw.keys("*")} == {-1}
+
+
 async def test_stripes_of_a_dead_writer_expire(medium: RedisMedium, tier: Tier) -> None:
     """Stripes without a header, as a killed writer leaves them, are a miss, have an expiry, and do no harm to a put."""
     record = make_record(1, LARGE_BYTES)

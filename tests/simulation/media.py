@@ -62,6 +62,14 @@ class Medium:
         self._watcher.stored(self, key)
         return PutOutcome.STORED
 
+    def put_evictable(self, key: RecordKey, data: bytes) -> PutOutcome:
+        if key in self.records:
+            return PutOutcome.EXISTS  # may go or must stay as before
+        outcome = self.put(key, data)
+        if outcome is PutOutcome.STORED:
+            self.allow_eviction([key])
+        return outcome
+
     def _make_room(self, num_bytes: int) -> bool:
         if self.capacity_bytes is None:
             return True

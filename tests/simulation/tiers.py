@@ -80,6 +80,11 @@ class SimulatedTier(Tier):
         data = bytes(record.data)
         return await self._link("put", lambda: self._medium.put(record.key, data), deadline)
 
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        self._check_open()
+        data = bytes(record.data)
+        return await self._link("put", lambda: self._medium.put_evictable(record.key, data), deadline)
+
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check_open()
         return await self._link("delete", lambda: self._medium.take(key, Gone.DELETED), deadline)

@@ -132,8 +132,7 @@ class RedisTier(Tier):
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
-        if record.num_bytes > MAX_RECORD_BYTES:
-            raise InvalidRequest("the record is too large", limit_bytes=MAX_RECORD_BYTES, seen=record.num_bytes)
+        _check_size(record)
         for _ in range(_PUT_ATTEMPTS):
             outcome = await self._put_once(record, deadline)
             # whoever is told that a record exists may rely on it, and this one may have had leave to go
@@ -143,15 +142,22 @@ class RedisTier(Tier):
                 return outcome
         raise Unavailable("the record under this name went away again and again: put it later", key=record.key)
 
-    async def _put_once(self, record: Record, deadline: Deadline) -> PutOutcome:
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """With an expiry from the start, in the command that writes it."""
+        self._check(deadline)
+        _check_size(record)
+        return await self._put_once(record, deadline, expires_s=_EVICTABLE_S)
+
+    async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
         if is_striped(record.header):
             return await see_through(
                 self._background,
-                lambda: self._values.put_striped(record, deadline=deadline),
+                lambda: self._values.put_striped(record, expires_s=expires_s, deadline=deadline),
                 "write a striped record to Redis",
                 deadline,
             )
-        return await self._values.store(format_name(record.key), record.data, "NX", deadline=deadline)
+        options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
+        return await self._values.store(format_name(record.key), record.data, *options, deadline=deadline)
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
@@ -300,6 +306,11 @@ class RedisTier(Tier):
     def _check(self, deadline: Deadline) -> None:
         self._check_open()
         check_deadline(deadline, self.name)
+
+
+def _check_size(record: Record) -> None:
+    if record.num_bytes > MAX_RECORD_BYTES:
+        raise InvalidRequest("the record is too large", limit_bytes=MAX_RECORD_BYTES, seen=record.num_bytes)
 
 
 def _size_of(reply: Reply) -> int | None:

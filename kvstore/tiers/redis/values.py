@@ -157,8 +157,13 @@ class Values:
         check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
         return False
 
-    async def put_striped(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """Write the stripes, then the header with NX, then make the stripes stay.
+    async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
+        """Write the stripes, then the header with NX, then make the stripes stay as long as it does.
+
+        Args:
+            record: Which.
+            expires_s: All of it may go from the start, and goes after so long; `None`: it stays.
+            deadline: When to give up.
 
         If cancelled or interrupted, there is no header, or there are all stripes; a rest without header expires.
         The caller sees to it that a cancelled put is carried on after the header was written.
@@ -177,11 +182,15 @@ class Values:
             await self._topology.ask(each_alone("UNLINK", names), deadline=deadline)
             return PutOutcome.FULL
         head = record.data[:HEADER_BYTES]
+        options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
         replies = await self._topology.ask(
-            [(name, ("SET", name, head, "NX")), (name, ("GET", name))], deadline=deadline
+            [(name, ("SET", name, head, *options)), (name, ("GET", name))], deadline=deadline
         )
         outcome = _put_outcome(replies[0])
-        if outcome is PutOutcome.STORED or _same_payload(replies[1], header):
+        if outcome is PutOutcome.STORED and expires_s is not None:
+            expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in names]
+            check_replies(await self._topology.ask(expire, deadline=deadline))
+        elif outcome is PutOutcome.STORED or _same_payload(replies[1], header):
             # After a lost race against equal bytes the stripes are the winner's too.
             check_replies(await self._topology.ask(each_alone("PERSIST", names), deadline=deadline))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvstore.errors import Unavailable
@@ -83,9 +83,15 @@ class GuardedTier(Tier):
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        return await self._put(self.inner.put, record, deadline)
+
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        return await self._put(self.inner.put_evictable, record, deadline)
+
+    async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
         with self._call(deadline):
             self._count("puts")
-            outcome = await self.inner.put(record, deadline=deadline)
+            outcome = await put(record, deadline=deadline)
         if outcome is PutOutcome.STORED:
             self._count("put_bytes", record.num_bytes)
         elif outcome is PutOutcome.FULL:
