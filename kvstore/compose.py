@@ -1,4 +1,4 @@
-"""Wires the components of a service's store from its settings. The only place that does."""
+"""Wires the components of a service's store from its settings. The only place that does, with `compose_retention`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.catalog.pending_base import PendingLog
+from kvstore.compose_retention import open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.arena import Arena
@@ -21,12 +21,8 @@ from kvstore.settings import Settings
 from kvstore.store.catalog_keeper import CatalogKeeper
 from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.limits import StoreLimits
-from kvstore.store.policy_choice import AutoChoice, FixedChoice, PolicyChoice
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
-from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules, shares
-from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
@@ -38,9 +34,6 @@ __all__ = ["open_catalog", "open_store", "open_tier", "store_limits"]
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
-_OWNER_LEASE_S = 60.0
-"""A dead owner's namespaces are not evicted from for so long."""
-_GUARANTEED_SHARE = 0.75
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
 _WARM_BYTES = 256 << 20
@@ -72,17 +65,18 @@ async def open_store(
         recorder = await _open_recorder(settings, stack, meters, clock)
         if recorder is not None:
             await _look_at_catalog(recorder, hot, cold, stack, meters=meters, clock=clock)
-        choice, room = await _open_retention(settings, recorder, cold, stack, meters=meters, clock=clock)
+        bounds = await open_retention(settings, recorder, cold, stack, meters=meters, clock=clock)
         if recorder is not None:
             hot = CataloguedTier(hot, Level.HOT, recorder) if hot is not None else None
-            cold = CataloguedTier(cold, Level.COLD, recorder, room) if cold is not None else None
+            cold = CataloguedTier(cold, Level.COLD, recorder, bounds.room) if cold is not None else None
         store = TieredStore(
             memory,
             hot,
             cold,
             pending=pending,
             recorder=recorder,
-            choice=choice,
+            choice=bounds.choice,
+            admission=bounds.admission,
             meters=meters,
             limits=store_limits(settings),
             clock=clock,
@@ -231,86 +225,6 @@ async def _look_at_catalog(
             )
     except KVStoreError as error:
         _log.warning("the catalog cannot be looked at, the store goes on without what it tells: %s", error)
-
-
-async def _open_retention(
-    settings: Settings,
-    recorder: Recorder | None,
-    cold: Tier | None,
-    stack: AsyncExitStack,
-    *,
-    meters: Meters,
-    clock: Clock,
-) -> tuple[PolicyChoice | None, Room | None]:
-    """Keep the cold tier within its bounds in the background; it is deleted from behind the catalog's back, which
-    retention tells itself.
-    """
-    is_alone = isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation)
-    if not is_alone and settings.cold_bytes is None and settings.cold_unused_s is None and not settings.quotas:
-        return None, None
-    if cold is None or not (is_alone or isinstance(settings.hot, RedisLocation)):
-        raise InvalidRequest(
-            "cold_bytes, cold_unused_s and quotas need a directory as cold, or a Redis as hot, which keeps the books",
-            hot=str(settings.hot),
-            cold=str(settings.cold),
-        )
-    if recorder is None:
-        return None, None
-    budget_bytes = await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes
-    start, stop = shares(budget_bytes) if budget_bytes is not None else (1.0, 1.0)
-    guaranteed_bytes = sum(quota.guaranteed_bytes for quota in settings.quotas.values())
-    if budget_bytes is not None and guaranteed_bytes > _GUARANTEED_SHARE * budget_bytes:
-        raise InvalidRequest(
-            "quotas guarantee more than three quarters of what cold may hold: lower them, or raise the bound",
-            guaranteed_bytes=guaranteed_bytes,
-            cold_bytes=budget_bytes,
-        )
-    rules = RetentionRules(
-        budget_bytes=budget_bytes,
-        quotas=settings.quotas,
-        start_share=start,
-        stop_share=stop,
-        ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
-        is_private=is_alone,
-    )
-    room = None
-    if budget_bytes is not None:
-        room = Room(budget_bytes, int(budget_bytes * start), clock)
-    name = settings.retention_policy
-    choice = AutoChoice() if name == "auto" else FixedChoice(name)
-    retention = Retention(
-        cold,
-        Level.COLD,
-        recorder.catalog,
-        await _ownership(settings, stack),
-        rules,
-        choice=choice,
-        meters=meters,
-        clock=clock,
-        num_refused=lambda: recorder.num_refused,
-        room=room,
-    )
-    stack.push_async_callback(retention.aclose)
-    retention.start()
-    return choice, room
-
-
-async def _ownership(settings: Settings, stack: AsyncExitStack) -> Ownership:
-    """Whoever owns a directory owns all in it; what is shared is owned by lease."""
-    if not isinstance(settings.hot, RedisLocation):
-        return SoleOwnership()
-    from kvstore.catalog.ownership_redis import RedisOwnership
-    from kvstore.tiers.redis import open_control
-
-    client = await stack.enter_async_context(open_control(settings.hot))
-    return RedisOwnership(client, lease_s=_OWNER_LEASE_S)
-
-
-async def _cold_budget_bytes(settings: Settings, directory: Tier, clock: Clock) -> int | None:
-    """What a directory may hold: its own bound, or less where the settings say so."""
-    usage = await directory.usage(deadline=Deadline.after(_PROBE_S, clock))
-    bounds = [bound for bound in (usage.limit_bytes, settings.cold_bytes) if bound is not None]
-    return min(bounds, default=None)
 
 
 @asynccontextmanager

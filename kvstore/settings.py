@@ -161,6 +161,10 @@ class Settings(BaseSettings):
             elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. Guarantees together are three quarters of the bound at most.
         retention_policy: Who leaves first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which tries these on the
             lookups of this node, in small, and follows the one that hits most (see `kvstore simulate`).
+        retention_admission: What `cold` gets of saves that do not wait for `hot` or `cold`: `all`; on `second_sight`
+            only, what a lookup has asked for before, which saves most of the writes and costs the first reuse of what
+            `hot` has let go by then; `by_size` prompts of 1,024 tokens or more; or `auto`: all while there is room in
+            `cold_bytes`, then what hits most. Each namespace follows the service that owns it, as for the policy.
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
             flush per record, about 1 ms on NVMe and 10 ms on a disk.
         stage_bytes: Of the memory tier, for leased records; at most three quarters, which is the default. A hit that
@@ -206,6 +210,7 @@ class Settings(BaseSettings):
     cold_unused_s: Seconds | None = None
     quotas: Annotated[Mapping[str, Quota], BeforeValidator(_quotas)] = Field(default_factory=dict)
     retention_policy: Literal["auto", "lru", "s3fifo", "flops_per_byte"] = "auto"
+    retention_admission: Literal["auto", "all", "second_sight", "by_size"] = "auto"
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None
     lease_s: Seconds = 30.0

@@ -29,6 +29,14 @@ class Admission(ABC):
             tokens: Tokens below each.
         """
 
+    @abstractmethod
+    def admits_unasked(self, tokens: int) -> bool:
+        """Whether a boundary may be held of which nobody asked before, e.g. one of generated tokens.
+
+        Args:
+            tokens: Tokens below it.
+        """
+
 
 class AdmitAll(Admission):
     """Everything."""
@@ -37,6 +45,9 @@ class AdmitAll(Admission):
 
     def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
         return len(path)
+
+    def admits_unasked(self, tokens: int) -> bool:
+        return True
 
 
 class SecondSight(Admission):
@@ -65,6 +76,9 @@ class SecondSight(Admission):
                 marks[place] = mark
         return known
 
+    def admits_unasked(self, tokens: int) -> bool:
+        return False
+
 
 class BySize(Admission):
     """Prompts of some length: a short one is computed about as quickly as it is fetched.
@@ -79,4 +93,7 @@ class BySize(Admission):
         self._min_tokens = min_tokens
 
     def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
-        return len(path) if tokens and tokens[-1] >= self._min_tokens else 0
+        return len(path) if tokens and self.admits_unasked(tokens[-1]) else 0
+
+    def admits_unasked(self, tokens: int) -> bool:
+        return tokens >= self._min_tokens

@@ -93,3 +93,6 @@ class LiveAdmission(Admission):
     def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
         answers = {name: rule.admit(path, tokens) for name, rule in self._rules.items()}
         return answers[self.follows]
+
+    def admits_unasked(self, tokens: int) -> bool:
+        return self._rules[self.follows].admits_unasked(tokens)

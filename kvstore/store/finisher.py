@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import islice
 
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingEntry, PendingLog
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 _CLAIMED_TOGETHER = 16
 """Few, so that the last of them is finished well within its lease, and that other services get their share."""
 _PAUSE_S_MAX = 2.0
+_ASKED_MAX = 32_768
+"""Entries that wait to be written, some 12 MB."""
+_ASKED_TOGETHER = 256
 
 
 class Finisher:
@@ -70,10 +74,38 @@ class Finisher:
         self._clock = clock
         self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: until when it is waited for
         self._room = ByteBudget(limits.finish_bytes_in_flight)
+        self._asked: dict[RecordKey, PendingEntry] = {}
 
     def start(self) -> None:
         """Begin, now and until the owner of the background tasks is closed."""
         self._background.spawn(self._run(), "finishing write-backs")
+
+    def ask(self, entry: PendingEntry) -> bool:
+        """Have a record that the hot tier has, and may let go, brought to the cold tier by whoever has time. False: too
+        much is on its way. Never waits; what is not written yet when this process ends is forgotten.
+        """
+        if len(self._asked) >= _ASKED_MAX or self._journeys.is_over_limit:
+            return False
+        self._asked[entry.key] = entry
+        return True
+
+    @property
+    def num_asked(self) -> int:
+        """Entries that wait to be written."""
+        return len(self._asked)
+
+    async def _write_asked(self) -> None:
+        """Write the entries that were asked for, and own none of them."""
+        while self._asked:
+            entries = list(islice(self._asked.values(), _ASKED_TOGETHER))
+            keys = [entry.key for entry in entries]
+            deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+            if await self._log.add(entries, deadline=deadline):
+                await self._log.release(keys, deadline=deadline)
+            else:
+                self._meters.add("pending_failures", step="full")
+            for key in keys:
+                self._asked.pop(key, None)
 
     async def _run(self) -> None:
         while True:
@@ -95,6 +127,7 @@ class Finisher:
 
         If cancelled, what was claimed can be claimed again when its lease has ended.
         """
+        await self._write_asked()
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
         totals = await self._log.totals(deadline=deadline)
         self._journeys.learned(totals)

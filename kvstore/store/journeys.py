@@ -117,6 +117,9 @@ class Journeys:
         """Records under way."""
         return len(self._journeys)
 
+    def __contains__(self, key: RecordKey) -> bool:
+        return key in self._journeys
+
     @property
     def is_over_limit(self) -> bool:
         """More is pending, over all services, than the limit allows: what is not begun yet should not be."""

@@ -1,19 +1,24 @@
-"""Which policy ranks what leaves: a fixed one, or `auto`, which watches the lookups of this node."""
+"""Which policy ranks what leaves, and which rule says what comes: fixed ones, or `auto` by the lookups of this node."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from kvstore.api import PrefixQuery
+from kvstore.catalog.ownership import Ownership
 from kvstore.eviction.admission import AdmitAll
 from kvstore.eviction.auto import Auto
 from kvstore.eviction.base import Policy
-from kvstore.eviction.candidates import CANDIDATES, POLICIES
+from kvstore.eviction.candidates import AUTO, CANDIDATES, Candidate
+from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.cold_admission import ColdAdmission
 
-__all__ = ["AutoChoice", "FixedChoice", "PolicyChoice"]
+__all__ = ["AutoChoice", "FixedChoice", "PolicyChoice", "candidates_of"]
 
 _WAITING_MAX = 65_536
 """Boundaries of prompts that wait to be replayed, some 10 MB; beyond, the oldest prompts are not counted."""
@@ -21,57 +26,109 @@ _REBUILD_AT = 2.0
 """Copies are begun anew when what a budget holds has changed so many times over: they would be of the wrong size."""
 
 
-class PolicyChoice(Protocol):
-    """What `Retention` asks at each round."""
+def candidates_of(policy: str, rule: str) -> Sequence[Candidate]:
+    """What there is to choose from, where either may be `auto`."""
+    chosen = [one for one in CANDIDATES if policy in (AUTO, one.policy) and rule in (AUTO, one.admission)]
+    policies = dict.fromkeys(one.policy for one in CANDIDATES if policy in (AUTO, one.policy))
+    return chosen or [Candidate(name, rule) for name in policies]  # a rule that `auto` does not try
 
+
+class PolicyChoice(ABC):
+    """What `Retention` asks at each round.
+
+    Args:
+        admission: Told of the rule that is agreed upon; `None`: everything is let in.
+    """
+
+    def __init__(self, admission: ColdAdmission | None = None) -> None:
+        self._admission = admission
+        self._is_near = False
+
+    @property
+    @abstractmethod
+    def _candidate(self) -> Candidate:
+        """What is followed now."""
+
+    @property
+    def rule(self) -> str:
+        """The admission rule that this service would follow."""
+        return self._candidate.admission
+
+    def make_policy(self) -> Policy:
+        """A fresh policy, of the kind that is followed now."""
+        return self._candidate.make_policy()
+
+    @abstractmethod
     def observe(self, query: PrefixQuery, layout: Layout) -> None:
         """A prompt was looked up. Never waits."""
 
-    async def settle(self, budget_bytes: int, boundary_bytes: int) -> None:
+    async def settle(self, budget_bytes: int, boundary_bytes: int, *, is_near: bool) -> None:
         """Take what was observed into account.
 
         Args:
             budget_bytes: Of the level.
             boundary_bytes: Of a usual boundary there.
+            is_near: The level is as good as full.
         """
+        self._is_near = is_near
+        if is_near and self._admission is not None:
+            self._admission.fit(budget_bytes // max(1, boundary_bytes))
 
-    def make_policy(self) -> Policy:
-        """A fresh policy, of the kind that is followed now."""
+    async def agree(self, leases: Mapping[NamespaceId, str], ownership: Ownership, deadline: Deadline) -> None:
+        """As `ColdAdmission.agree`, for the rule that this service would follow."""
+        if self._admission is not None:
+            await self._admission.agree(leases, self.rule, ownership, deadline)
 
 
-class FixedChoice:
-    """Always the same policy.
+class FixedChoice(PolicyChoice):
+    """Always the same.
 
     Args:
-        name: One of `POLICIES`.
+        candidate: What is followed, or the name of a policy that everything is let in to.
+        admission: As above.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, candidate: Candidate | str, admission: ColdAdmission | None = None) -> None:
+        super().__init__(admission)
+        self._fixed = Candidate(candidate) if isinstance(candidate, str) else candidate
+
+    @property
+    def _candidate(self) -> Candidate:
+        return self._fixed
 
     def observe(self, query: PrefixQuery, layout: Layout) -> None:
         pass
 
-    async def settle(self, budget_bytes: int, boundary_bytes: int) -> None:
-        pass
 
-    def make_policy(self) -> Policy:
-        return POLICIES[self._name]()
-
-
-class AutoChoice:
+class AutoChoice(PolicyChoice):
     """Replays the prompts that were looked up here on copies of the candidates, off the event loop.
 
-    The candidates are the policies alone: an admission rule would have to be kept by whoever saves.
+    Args:
+        candidates: What is tried. Where they have several admission rules, the leading one holds once the level is as
+            good as full: until then nothing is declined.
+        admission: As above. Without it only the candidates that let everything in are tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, candidates: Sequence[Candidate] = CANDIDATES, admission: ColdAdmission | None = None) -> None:
+        super().__init__(admission)
+        if admission is None:
+            candidates = [one for one in candidates if one.admission == AdmitAll.name]
+        self._candidates = candidates
+        self._tries_rules = len({one.admission for one in candidates}) > 1
         self._waiting: deque[tuple[list[bytes], list[int]]] = deque()
         self._num_waiting = 0
         self._auto: Auto | None = None
         self._built_for = 1.0
         self._now = 0
-        self._followed = POLICIES[CANDIDATES[0].policy]
+        self._followed = candidates[0]
+
+    @property
+    def _candidate(self) -> Candidate:
+        return self._followed
+
+    @property
+    def rule(self) -> str:
+        return AdmitAll.name if self._tries_rules and not self._is_near else self._followed.admission
 
     def observe(self, query: PrefixQuery, layout: Layout) -> None:
         pages = [boundary for boundary in query.boundaries if boundary.tokens % layout.page_tokens == 0]
@@ -83,13 +140,13 @@ class AutoChoice:
         while self._num_waiting > _WAITING_MAX:
             self._num_waiting -= len(self._waiting.popleft()[0])
 
-    async def settle(self, budget_bytes: int, boundary_bytes: int) -> None:
+    async def settle(self, budget_bytes: int, boundary_bytes: int, *, is_near: bool) -> None:
+        await super().settle(budget_bytes, boundary_bytes, is_near=is_near)
         if not self._waiting:
             return
         room = budget_bytes / max(1, boundary_bytes)
         if self._auto is None or not 1 / _REBUILD_AT < room / self._built_for < _REBUILD_AT:
-            candidates = [candidate for candidate in CANDIDATES if candidate.admission == AdmitAll.name]
-            self._auto = Auto(candidates, budget_bytes=budget_bytes, boundary_bytes=max(1, boundary_bytes))
+            self._auto = Auto(self._candidates, budget_bytes=budget_bytes, boundary_bytes=max(1, boundary_bytes))
             self._built_for = room
         waiting, self._waiting, self._num_waiting = self._waiting, deque(), 0
         # to the end even if the caller is cancelled: nobody else touches the copies meanwhile
@@ -99,7 +156,4 @@ class AutoChoice:
         for path, tokens in prompts:
             self._now += 1
             auto.observe(path, tokens, [boundary_bytes] * len(path), float(self._now))
-        self._followed = POLICIES[auto.current.policy]
-
-    def make_policy(self) -> Policy:
-        return self._followed()
+        self._followed = auto.current

@@ -109,7 +109,7 @@ class Recorder:
 
     async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int, *, deadline: Deadline) -> bool:
         """As `added`, for a record that somebody else stored."""
-        return await self._tell(Addition(key, level, num_bytes, tokens, self._parent(key.prefix)), deadline)
+        return await self._tell(Addition(key, level, num_bytes, tokens, self.below(key.prefix)), deadline)
 
     async def removed(
         self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None, *, deadline: Deadline
@@ -128,7 +128,7 @@ class Recorder:
             before = self._uses.get((namespace, prefix))
             hits = 1 + (before.hits if before is not None else 0)
             if before is not None or len(self._uses) < _WAITING_MAX:
-                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self._parent(prefix))
+                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.below(prefix))
         if self._uses and (self._teller is None or self._teller.done()):
             self._teller = self._background.spawn(self._tell_uses(), "uses")
 
@@ -136,7 +136,8 @@ class Recorder:
         """Remember a prompt's boundaries: what is saved next is likely to be one of them, and has a parent."""
         self._queries.append((query, layout.page_tokens))
 
-    def _parent(self, prefix: PrefixHash) -> PrefixHash | None:
+    def below(self, prefix: PrefixHash) -> PrefixHash | None:
+        """The boundary that a prompt has before this one; `None`: it is the first, or not known here."""
         if prefix not in self._parents:
             while self._queries:
                 self._index(*self._queries.pop())

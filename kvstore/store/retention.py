@@ -151,7 +151,12 @@ class Retention:
         self._is_over = excess > 0
         if self._rules.budget_bytes is not None:
             boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
-            await self._choice.settle(self._rules.budget_bytes, int(stored * self._cost) // max(1, boundaries))
+            is_near = used > self._rules.budget_bytes * self._rules.near_share
+            mean_bytes = int(stored * self._cost) // max(1, boundaries)
+            await self._choice.settle(self._rules.budget_bytes, mean_bytes, is_near=is_near)
+            if is_near:
+                leases = {namespace: self._lease_name(namespace) for namespace in held}
+                await self._choice.agree(leases, self._ownership, self._deadline())
         num_refused = self._num_refused()
         is_due = self._is_due(used, held, tenants) or self._now_s() >= self._mend_at_s
         if not is_due and not self._is_unfinished and num_refused == self._num_seen:

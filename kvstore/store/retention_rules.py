@@ -47,6 +47,11 @@ class RetentionRules:
                 stop_share=self.stop_share,
             )
 
+    @property
+    def near_share(self) -> float:
+        """Of the budget: above it the level is as good as full, also when a round has just ended."""
+        return self.stop_share - (self.start_share - self.stop_share) / 2
+
 
 def shares(budget_bytes: int) -> tuple[float, float]:
     """Of the budget, where eviction should start and where it should stop: 3% below it and 6% below that, or up to 8%

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvstore.api import Ack, Retention, SaveOutcome
-from kvstore.catalog.pending_base import PendingLog
+from kvstore.catalog.pending_base import PendingEntry, PendingLog
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest
 from kvstore.format.record import Record
-from kvstore.model.keys import RecordKey
+from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
@@ -18,9 +19,11 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_header
+from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.finisher import Finisher
 from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
+from kvstore.store.placement import Presence
 from kvstore.store.recorder import Recorder
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
@@ -30,6 +33,10 @@ from kvstore.tiers.verify import open_off_loop
 __all__ = ["Saver"]
 
 _GIVE_BACK_S = 2.0
+_BROUGHT_TOGETHER = 16
+"""Boundaries that are queued before others get a turn."""
+_UNKNOWN_BYTES = 4 << 20
+"""Taken for a record whose size no tier told: encoded records aim at 2 to 4 MiB."""
 
 
 class Saver:
@@ -42,6 +49,7 @@ class Saver:
         pending: What is under way, for whoever finishes it after a crash; of use with a cold tier only.
         recorder: The way to the catalog, if there is one.
         check_open: Raises `Closed` when the store is closed.
+        admission: Which saves that wait for memory alone the cold tier gets; `None`: all.
         absent: Told of what is there again.
         background: Owns the queues' tasks; ended by the caller, before `aclose`.
         meters: Where to count.
@@ -58,6 +66,7 @@ class Saver:
         pending: PendingLog | None,
         recorder: Recorder | None,
         check_open: Callable[[], None],
+        admission: ColdAdmission | None,
         absent: AbsentKeys,
         background: Background,
         meters: Meters,
@@ -68,6 +77,7 @@ class Saver:
         self._hot = hot
         self._cold = cold
         self._check_open = check_open
+        self._admission = admission
         self._absent = absent
         self._background = background
         self._meters = meters
@@ -77,8 +87,10 @@ class Saver:
         log = pending if cold is not None else None
         self._journeys = Journeys(log, hot, background=background, meters=meters, limits=limits, clock=clock)
         self._queues = [(tier, self._queue(tier)) for tier in (hot, cold) if tier is not None]
+        self._bringing: set[asyncio.Task[None]] = set()
+        self._finisher: Finisher | None = None
         if log is not None and cold is not None:
-            finisher = Finisher(
+            self._finisher = Finisher(
                 log.other_owner(),
                 hot,
                 cold,
@@ -89,7 +101,7 @@ class Saver:
                 limits=limits,
                 clock=clock,
             )
-            finisher.start()
+            self._finisher.start()
 
     def _queue(self, tier: Tier) -> WriteBack:
         return WriteBack(
@@ -129,6 +141,8 @@ class Saver:
                 await _verify(record)
             self._check_open()
             outcome = self.keep(record, awaited, retention)
+            if awaited is not None and self._admission is not None:
+                self._bring_start(record, layout, self._admission)
             if awaited is not None and outcome is not SaveOutcome.FULL:
                 outcome = await self._write_through(record, awaited, retention, deadline)
         finally:
@@ -144,10 +158,69 @@ class Saver:
         outcome = self._memory.insert(record)
         if outcome is PutOutcome.STORED:
             self._absent.remove(record.key)
-            for tier, queue in self._queues:
-                if tier is not awaited and retention is not Retention.SHORT:
-                    queue.offer(record)
+            if retention is not Retention.SHORT:
+                self._send_on(record, awaited)
         return _OUTCOMES[outcome]
+
+    def _send_on(self, record: Record, awaited: Tier | None) -> None:
+        """Queue a record for the tiers that nobody waits for. What the cold one does not get the hot one may let go."""
+        is_declined = awaited is None and self._admission is not None and not self._admission.takes(record)
+        for tier, queue in self._queues:
+            if tier is not awaited and not (is_declined and tier is self._cold):
+                queue.offer(record, is_evictable=is_declined)
+
+    def bring(self, presence: Presence, indexes: Sequence[int]) -> None:
+        """Have the cold tier get what it lacks of boundaries of a prompt, shortest prefix first: from memory, or by
+        whoever has time from the hot tier. Never waits; what finds no room is brought when it is seen again.
+        """
+        task = self._background.spawn(self._bring_all(presence, indexes), "bringing what was seen again")
+        self._bringing.add(task)
+        task.add_done_callback(self._bringing.discard)
+
+    async def _bring_all(self, presence: Presence, indexes: Sequence[int]) -> None:
+        query, layout = presence.query, presence.layout
+        for number, index in enumerate(indexes):
+            boundary, wanted = query.boundaries[index], []
+            for group in range(len(layout.groups)):
+                probe = (index, group)
+                missing = ~presence.cold.get(probe, 0)
+                in_hot, held = presence.hot.get(probe, 0), presence.memory.get(probe, 0)
+                num_bytes = presence.mean_bytes(group, _UNKNOWN_BYTES)
+                wanted += [
+                    (key, num_bytes, bool(in_hot >> slice_ & 1))
+                    for slice_, key in enumerate(presence.keys(probe))
+                    if (in_hot | held) & missing & 1 << slice_
+                ]
+            self._bring(query.namespace, boundary, wanted)
+            if number % _BROUGHT_TOGETHER == 0:
+                await asyncio.sleep(0)
+
+    def _bring_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
+        """What was declined before, and a record that is written all the same needs, goes to the cold tier as well."""
+        for boundary in admission.needs(record):
+            wanted = [
+                (
+                    RecordKey(record.key.namespace, boundary.prefix, group, slice_),
+                    record.num_bytes,
+                    self._hot is not None,
+                )
+                for group, group_layout in enumerate(layout.groups)
+                for slice_ in range(group_layout.num_slices)
+            ]
+            self._bring(record.key.namespace, boundary, wanted)
+
+    def _bring(self, namespace: NamespaceId, boundary: Boundary, wanted: Sequence[tuple[RecordKey, int, bool]]) -> None:
+        """Queue records (key, about how many bytes, whether the hot tier may have it) of one boundary."""
+        queue = next(queue for tier, queue in self._queues if tier is self._cold)
+        queued = []
+        for key, num_bytes, in_hot in wanted:
+            if (record := self._memory.peek(key)) is not None:
+                queued.append(queue.offer(record))
+            elif in_hot and self._finisher is not None and key not in self._journeys:
+                queued.append(self._finisher.ask(PendingEntry(key, num_bytes, boundary.tokens)))
+        self._meters.add("admitted_later_records", sum(queued))
+        if all(queued) and self._admission is not None:
+            self._admission.brought(namespace, boundary.prefix)
 
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
         """Write to the tier that the caller waits for, its pending entry first."""
@@ -197,6 +270,8 @@ class Saver:
     async def drain(self, deadline: Deadline) -> int:
         """Wait until nothing is under way to the slower tiers, or until the deadline; returns how many records are."""
         left = 0
+        if self._bringing:
+            await asyncio.wait(self._bringing, timeout=deadline.remaining_s)
         for _, queue in self._queues:
             left += await queue.drain(deadline)
         await self._journeys.drain(deadline)

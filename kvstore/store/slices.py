@@ -11,7 +11,7 @@ from kvstore.catalog.entry import EntryShape
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
-__all__ = ["PackedSlices", "Probe", "SliceMap", "count_first", "groups_present"]
+__all__ = ["PackedSlices", "Probe", "SliceMap", "boundaries_beyond", "boundaries_of", "count_first", "groups_present"]
 
 Probe = tuple[int, int]
 """Index of a boundary in the query, index of a group in the layout."""
@@ -67,6 +67,22 @@ class PackedSlices(SliceMap):
     def _bits(self, probe: Probe) -> int:
         index, group = probe
         return int.from_bytes(self.rows[index, self._at[group] : self._at[group + 1]].tobytes(), "little")
+
+
+def boundaries_of(found: Mapping[Probe, int]) -> set[int]:
+    """Indexes of the boundaries of which there is anything."""
+    if isinstance(found, PackedSlices):
+        return set(np.flatnonzero(found.rows.any(axis=1)).tolist())
+    return {index for index, _ in found}
+
+
+def boundaries_beyond(found: Mapping[Probe, int], other: Mapping[Probe, int]) -> set[int]:
+    """Indexes of the boundaries of which there are slices that another map, of the same query, does not have."""
+    if not other:
+        return boundaries_of(found)
+    if isinstance(found, PackedSlices) and isinstance(other, PackedSlices):
+        return set(np.flatnonzero((found.rows & ~other.rows).any(axis=1)).tolist())
+    return {probe[0] for probe, bits in found.items() if bits & ~other.get(probe, 0)}
 
 
 def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> list[int]:

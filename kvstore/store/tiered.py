@@ -26,6 +26,7 @@ from kvstore.store.absence import AbsenceFinder
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_key, check_sizes
 from kvstore.store.catalog_lookup import CatalogLookup
+from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.explaining import Explainer
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
@@ -60,6 +61,7 @@ class TieredStore(PageStore):
             they are forgotten with the process.
         recorder: The way to the catalog, if there is one.
         choice: Told of every lookup, to choose what retention follows.
+        admission: Told of every lookup; which saves that wait for memory alone the cold tier gets. `None`: all.
         meters: Where to count.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         clock: For leases, pauses and deadlines of the store's own.
@@ -74,6 +76,7 @@ class TieredStore(PageStore):
         pending: PendingLog | None = None,
         recorder: Recorder | None = None,
         choice: PolicyChoice | None = None,
+        admission: ColdAdmission | None = None,
         meters: Meters | None = None,
         limits: StoreLimits | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -96,6 +99,7 @@ class TieredStore(PageStore):
             pending=pending,
             recorder=recorder,
             check_open=self._check_open,
+            admission=admission,
             absent=self._absent,
             background=self._background,
             meters=self.meters,
@@ -115,6 +119,7 @@ class TieredStore(PageStore):
         self._choice = choice
         absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
         self._explainer = Explainer(absence, clock)
+        self._admission = admission
         self._finder = PresenceFinder(
             memory,
             hot,
@@ -163,6 +168,8 @@ class TieredStore(PageStore):
         if self._choice is not None:
             self._choice.observe(query, layout)
         presence = await self._finder.find(query, layout, _leave_time(deadline))
+        if self._admission is not None and (lacking := self._admission.seen(presence)):
+            self._saver.bring(presence, lacking)
         bits = presence.groups_present()
         resume_tokens = presence.resume_tokens(bits)
         self.meters.add("lookups")
@@ -301,6 +308,7 @@ class TieredStore(PageStore):
                 "pinned_bytes": self._memory.pinned_bytes,
             },
             "write_back": self._saver.describe(),
+            "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
         }
 

@@ -43,6 +43,7 @@ class _Job:
         attempts: Failed writes in a row, since it came or was put aside.
         aside_at: How many records had been written when it was put aside; `None`: it was not.
         may_be_there: The tier may have it: a write was begun.
+        is_evictable: Nobody was promised it: the tier may let it go, and no pending entry stands for it.
     """
 
     wave: int
@@ -52,6 +53,7 @@ class _Job:
     attempts: int = field(default=0, compare=False)
     aside_at: int | None = field(default=None, compare=False)
     may_be_there: bool = field(default=False, compare=False)
+    is_evictable: bool = field(default=False, compare=False)
 
 
 class WriteBack:
@@ -109,12 +111,13 @@ class WriteBack:
         """Whether the last write failed for the tier's sake."""
         return self._failures > 0
 
-    def offer(self, record: Record, *, in_cold: bool = False) -> bool:
+    def offer(self, record: Record, *, in_cold: bool = False, is_evictable: bool = False) -> bool:
         """Queue a verified record, once; False: dropped, the queue is full. Never waits.
 
         Args:
             record: What to write.
             in_cold: The cold tier has it: it was read from there.
+            is_evictable: It goes no further than this tier, which may let it go whenever it needs the room.
         """
         if record.key in self._pending:
             return True
@@ -122,7 +125,9 @@ class WriteBack:
             self._drop("queue_full")
             return False
         job = _Job(self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record)
-        self._journeys.begin(record, in_cold=in_cold)
+        job.is_evictable = is_evictable
+        if not is_evictable:
+            self._journeys.begin(record, in_cold=in_cold)
         self._num_arrived += 1
         self._pending[record.key] = job
         self.used_bytes += record.num_bytes
@@ -234,6 +239,8 @@ class WriteBack:
         """Write the pending entry where one is needed, then the record; why not, when there is no room for either."""
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
         key = job.record.key
+        if job.is_evictable:
+            return await self._tier.put_evictable(job.record, deadline=deadline)
         noted = await self._journeys.note(key, deadline, is_hot=self._is_hot)
         if noted is not Noted.YES:
             return noted
@@ -247,8 +254,9 @@ class WriteBack:
     def _end(self, job: _Job, *, is_written: bool = False) -> None:
         if self._pending.pop(job.record.key, None) is not None:
             self.used_bytes -= job.record.num_bytes
-            in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
-            self._journeys.end(job.record.key, in_hot=in_hot, in_cold=in_cold)
+            if not job.is_evictable:
+                in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
+                self._journeys.end(job.record.key, in_hot=in_hot, in_cold=in_cold)
         if not self._pending:
             self._empty.set()
 

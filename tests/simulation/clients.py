@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvstore.api import Ack, LeaseId, Retention, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, PrefixQuery, Retention, SaveOutcome, Staged
 from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.coverage import longest_resumable
@@ -76,7 +76,7 @@ class Client:
         await self._call(service, "open", lambda store, by: store.open_namespace(prompt.description, deadline=by), 2.0)
         query = prompt.query(local_tokens=numbers.choice((0, 0, 0, 64)))
         if numbers.random() < 0.7:
-            await self._call(service, "lookup", lambda store, by: store.lookup(query, deadline=by), 0.5)
+            await self._lookup(service, prompt, query)
         started_s = self._now_s()
         timeout_s = numbers.choice((0.3, 1.0, 3.0))
         staged = await self._call(
@@ -94,6 +94,16 @@ class Client:
                 await self._read(service, staged, staged.lease, started_s)
         if numbers.random() < 0.8:
             await self._save_rest(service, prompt, resume_tokens)
+
+    async def _lookup(self, service: Service, prompt: Prompt, query: PrefixQuery) -> None:
+        sightings = self._oracle.sightings
+        if sightings is not None:
+            sightings.looks_up(query, prompt.layout)
+        try:
+            await self._call(service, "lookup", lambda store, by: store.lookup(query, deadline=by), 0.5)
+        finally:
+            if sightings is not None:
+                sightings.looked_up(query, prompt.layout)
 
     def _check_staged(self, prompt: Prompt, local_tokens: int, staged: Staged) -> None:
         """What is leased is what the resume point needs."""
@@ -188,14 +198,19 @@ class Client:
             if numbers.random() < 0.05:
                 return
             saves = [
-                self._save(service, prompt.record(tokens, group, slice_, seed=seed), ack, retention, timeout_s)
+                self._save(service, prompt, prompt.record(tokens, group, slice_, seed=seed), ack, retention, timeout_s)
                 for group, layout in enumerate(prompt.layout.groups)
                 for slice_ in range(layout.num_slices)
             ]
             await asyncio.gather(*saves)
 
-    async def _save(self, service: Service, record: Record, ack: Ack, retention: Retention, timeout_s: float) -> None:
+    async def _save(
+        self, service: Service, prompt: Prompt, record: Record, ack: Ack, retention: Retention, timeout_s: float
+    ) -> None:
         numbers = self._numbers
+        if self._oracle.sightings is not None:
+            tokens = record.header.span.stop
+            self._oracle.sightings.saves(prompt, record.key, tokens, waits=ack is not Ack.MEMORY)
         if numbers.random() < 0.01:
             await self._save_damaged(service, record, ack)
             return

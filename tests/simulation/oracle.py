@@ -9,6 +9,7 @@ from kvstore.api import Ack
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from tests.simulation.media import Gone, Medium
+from tests.simulation.sightings import Sightings
 
 _EVENTS_SHOWN = 120
 
@@ -58,6 +59,7 @@ class Oracle:
         self.num_served = 0
         self.pins: dict[tuple[NamespaceId, PrefixHash], float] = {}
         self.media: dict[str, Medium] = {}
+        self.sightings: Sightings | None = None  # where the cold tier gets what was seen before
         self._excused_s: dict[RecordKey, float] = {}
         self._suspected: set[RecordKey] = set()
         self._violations: list[tuple[str, RecordKey | None]] = []
@@ -123,6 +125,8 @@ class Oracle:
         self.trace.add(medium.name, "has", key)
         if medium.records[key] not in self.versions.get(key, ()):
             self.violate(f"{medium.name} was given bytes that nobody saved", key)
+        if medium is self.media["s3"] and self.sightings is not None and not self.sightings.may_be_kept(key):
+            self.violate("what nobody had seen before is in the cold tier", key)
 
     def allowed(self, medium: Medium, key: RecordKey) -> None:
         self.trace.add(medium.name, "may evict", key)

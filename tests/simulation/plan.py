@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.store.limits import StoreLimits
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
@@ -72,7 +72,7 @@ def draw_plan(numbers: random.Random) -> Plan:
         cold_bytes=numbers.choice((None, 80, 200)) and numbers.choice((80, 200)) * record_bytes,
     )
     hot_records = numbers.choice((None, 60, 300))
-    return Plan(
+    plan = Plan(
         prompts=prompts,
         sizes=sizes,
         hot_bytes=hot_records and hot_records * record_bytes,
@@ -82,3 +82,6 @@ def draw_plan(numbers: random.Random) -> Plan:
         failing=numbers.choice((0.0, 0.01, 0.05)),
         may_lose=numbers.random() < 0.25,
     )
+    # drawn last, so that all before is as it was
+    admission = numbers.choice(("auto", "auto", "second_sight", "second_sight", "by_size"))
+    return replace(plan, sizes=replace(sizes, admission=admission))

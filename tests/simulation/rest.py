@@ -41,7 +41,7 @@ async def settle(world: World) -> None:
             link.is_cut = False
     deployment.hot.is_full = deployment.cold.is_full = False
     began_s = deployment.clock.monotonic_s()
-    while left := _under_way(world):
+    while left := under_way(world):
         await asyncio.sleep(1.0)
         if deployment.clock.monotonic_s() - began_s > _REST_S:
             world.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
@@ -76,20 +76,20 @@ async def _reindex(world: World) -> None:
     await catalog.set_complete(True, deadline=Deadline.after(30.0, clock))
 
 
-def _told(world: World, level: Level) -> set[RecordKey]:
+def told(world: World, level: Level) -> set[RecordKey]:
     """Of which records the catalog tells."""
-    told: set[RecordKey] = set()
+    records: set[RecordKey] = set()
     for (namespace, prefix), data in world.deployment.books.catalog.entries.items():
         layout = next(prompt.layout for prompt in world.plan.prompts if prompt.description.id == namespace)
-        told.update(entry_of(EntryShape.of(layout), namespace, prefix, data).keys(level))
-    return told
+        records.update(entry_of(EntryShape.of(layout), namespace, prefix, data).keys(level))
+    return records
 
 
 def _redis_tells_of_its_records(world: World) -> None:
     """Whatever was lost, the sampler has found every record that nobody told of."""
-    hot, told = world.deployment.hot, _told(world, Level.HOT)
+    hot, told_of = world.deployment.hot, told(world, Level.HOT)
     for key in hot.records:
-        if key not in told and key.namespace in hot.manifests:
+        if key not in told_of and key.namespace in hot.manifests:
             world.oracle.violate("redis has a record, and the catalog was never told", key)
 
 
@@ -106,7 +106,7 @@ def _told_and_lost(world: World) -> set[RecordKey]:
     lost, and that no service has open: nobody can read its entries.
     """
     hot = world.deployment.hot
-    return {key for key in _told(world, Level.HOT).difference(hot.records) if key.namespace in hot.manifests}
+    return {key for key in told(world, Level.HOT).difference(hot.records) if key.namespace in hot.manifests}
 
 
 def _the_catalog_tells_of_nothing_lost(world: World) -> None:
@@ -114,13 +114,21 @@ def _the_catalog_tells_of_nothing_lost(world: World) -> None:
         world.oracle.violate("redis let a record go, and the catalog still tells of it", key)
 
 
-def _under_way(world: World) -> str:
+def under_way(world: World) -> str:
     if world.deployment.books.pending.entries:
         return f"{len(world.deployment.books.pending.entries)} records are pending"
     for service in world.services:
         if not service.is_open:
             return f"{service.name} is not there"
-        if len(service.store._saver._journeys) or len(service.recorder):
+        saver = service.store._saver
+        num_asked = saver._finisher.num_asked if saver._finisher is not None else 0
+        if (
+            saver._bringing
+            or len(saver._journeys)
+            or any(len(queue) for _, queue in saver._queues)
+            or num_asked
+            or len(service.recorder)
+        ):
             return f"{service.name} is not done"
     return ""
 
@@ -135,6 +143,10 @@ async def check_at_rest(world: World) -> None:
     _the_catalog_tells_of_nothing_lost(world)
     _the_cold_tier_is_within_its_budget(world)
     world.oracle.check()
+
+
+async def check_at_the_end(world: World) -> None:
+    """Services stop, and what was promised is served by one that starts."""
     for service in world.services:
         await world.stop(service)
     await _everything_promised_is_served(world)

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis_reconcile import Reconciler
 from kvstore.errors import KVStoreError
+from kvstore.eviction.admission import AdmitAll
+from kvstore.eviction.candidates import AUTO
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
+from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.limits import StoreLimits
-from kvstore.store.policy_choice import AutoChoice
+from kvstore.store.policy_choice import AutoChoice, candidates_of
 from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.retention import Retention
@@ -46,12 +49,14 @@ class ServiceSizes:
         limits: Of the store.
         pending_lease_s: So long after its death another one finishes what it left.
         cold_bytes: Budget of the cold tier, over all services; `None`: no bound.
+        admission: What the cold tier gets, as the setting `retention_admission`.
     """
 
     memory_bytes: int
     limits: StoreLimits
     pending_lease_s: float
     cold_bytes: int | None
+    admission: str = "auto"
 
 
 @dataclass
@@ -118,7 +123,10 @@ class Service:
         stack.push_async_callback(background.aclose)
         self.reconciler = Reconciler(catalog, meters, look_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
-        choice, room = AutoChoice(), None
+        rule = self.sizes.admission
+        own_rule, below = AdmitAll.name if rule == AUTO else rule, self.recorder.below
+        admission = ColdAdmission(own_rule, meters=meters, clock=clock, below=below)
+        choice, room = AutoChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)
             room = Room(budget_bytes, int(budget_bytes * start), clock)
@@ -145,6 +153,7 @@ class Service:
             pending=pending,
             recorder=self.recorder,
             choice=choice,
+            admission=admission,
             meters=meters,
             limits=self.sizes.limits,
             clock=clock,

@@ -13,7 +13,9 @@ from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.leases import LeaseTable
+from kvstore.store.saving import Saver
 from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back import WriteBack
 from tests.simulation import tiers
@@ -91,10 +93,10 @@ def test_a_queue_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write-back that takes whatever comes."""
     take: Any = WriteBack.offer
 
-    def offer(self: WriteBack, record: Record, *, in_cold: bool = False) -> bool:
+    def offer(self: WriteBack, record: Record, **how: bool) -> bool:
         used_bytes, self.used_bytes = self.used_bytes, 0
         try:
-            return bool(take(self, record, in_cold=in_cold))
+            return bool(take(self, record, **how))
         finally:
             self.used_bytes += used_bytes
 
@@ -110,3 +112,19 @@ def test_a_redis_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Reconciler, "look", look)
     assert "still tells of it" in first_violation()
+
+
+def test_a_rule_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second sight is said, and everything is let in."""
+    monkeypatch.setattr(ColdAdmission, "takes", lambda self, record: True)
+    assert "nobody had seen before" in first_violation()
+
+
+def test_what_is_seen_again_and_not_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was declined stays where it is, however often it is seen."""
+
+    def bring(self: Saver, *about: object) -> None:
+        pass
+
+    monkeypatch.setattr(Saver, "bring", bring)
+    assert "seen again and again" in first_violation()

@@ -17,9 +17,11 @@ from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle, Trace, Violation
 from tests.simulation.plan import draw_plan
 from tests.simulation.redis_catalog import Loss, RedisBooks
-from tests.simulation.rest import check_at_rest, settle
+from tests.simulation.rest import check_at_rest, check_at_the_end, settle
+from tests.simulation.seen_again import check_what_is_seen_again
 from tests.simulation.servers import Server
 from tests.simulation.service import Deployment, Service
+from tests.simulation.sightings import RULE, Sightings
 from tests.simulation.virtual_time import Deadlock, VirtualClock, VirtualLoop
 
 _NAMES = ("one", "two")
@@ -62,6 +64,8 @@ class World:
         self.plan = plan = draw_plan(self.numbers("plan"))
         self.trace = Trace(loop.time)
         self.oracle = oracle = Oracle(self.trace)
+        if plan.sizes.admission == RULE:
+            oracle.sightings = Sightings()
         self.num_kills = 0
         self.losses: list[Loss] = []
         self.deployment = Deployment(
@@ -101,6 +105,8 @@ class World:
         self.trace.add("WORLD", "faults end")
         await settle(self)
         await check_at_rest(self)
+        await check_what_is_seen_again(self)
+        await check_at_the_end(self)
         digest = hashlib.sha256("\n".join(self.trace.lines()).encode()).hexdigest()
         oracle, now_s = self.oracle, self._loop.time()
         return Outcome(digest, now_s, len(self.trace.events), oracle.num_promised, oracle.num_served, self.num_kills)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstore.catalog.entry import EntryShape
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.store.slices import PackedSlices, Probe, count_first, groups_present
+from kvstore.store.slices import PackedSlices, Probe, boundaries_beyond, boundaries_of, count_first, groups_present
 
 BOUNDARIES = 5
 LAYOUT = Layout(64, (GroupLayout(FullAttention(), 8), GroupLayout(FullAttention(), 3), GroupLayout(Recurrent(), 17)))
@@ -58,3 +58,14 @@ def test_presence_and_counts_are_those_of_dictionaries(maps: list[dict[Probe, in
     for group in range(3):
         for indexes in ([], [0, 2], list(range(BOUNDARIES))):
             assert count_first(LAYOUT, group, indexes, mixed) == count_first(LAYOUT, group, indexes, maps)
+
+
+@settings(deadline=None)
+@given(slice_maps(), slice_maps())
+def test_boundaries_that_one_map_has_beyond_another(found: dict[Probe, int], other: dict[Probe, int]) -> None:
+    """Of which boundaries there is anything, and of which there is what another place lacks."""
+    expected = {index for (index, group), bits in found.items() if bits & ~other.get((index, group), 0)}
+    for one in (found, packed(found)):
+        assert boundaries_of(one) == {index for index, _ in found}
+        for two in (other, packed(other)):
+            assert boundaries_beyond(one, two) == expected

@@ -1,0 +1,83 @@
+"""What is seen again is kept: under second sight a prompt that is asked for again and again reaches the cold tier."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.catalog.entry import Level
+from kvstore.model.coverage import longest_resumable
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.prompts import Prompt
+from tests.simulation.rest import told, under_way
+from tests.simulation.sightings import RULE
+
+if TYPE_CHECKING:
+    from tests.simulation.service import Service
+    from tests.simulation.world import World
+
+__all__ = ["check_what_is_seen_again"]
+
+_TIMES_MAX = 12
+"""Queues are short and Redis is small: so often a prompt is served until all of it must be kept."""
+
+
+async def check_what_is_seen_again(world: World) -> None:
+    """Without faults, a prompt that a service which just started is asked for again and again is in an unbounded cold
+    tier in the end, from its first page to its last.
+    """
+    sizes = world.plan.sizes
+    if sizes.admission != RULE or sizes.cold_bytes is not None:
+        return
+    service, prompt = world.new_service("again"), world.plan.prompts[0]
+    await service.start()
+    world.services.append(service)
+    for _ in range(_TIMES_MAX):
+        await _serve(world, service, prompt)
+        await _quiet(world)
+        if _kept_tokens(world, prompt) == prompt.num_tokens:
+            return
+    world.oracle.violate(f"{prompt.name} is seen again and again, and kept up to {_kept_tokens(world, prompt)} tokens")
+
+
+async def _serve(world: World, service: Service, prompt: Prompt) -> None:
+    """As an engine does that has all the time there is."""
+    store = service.store
+    sightings = world.oracle.sightings
+    assert sightings is not None
+    sightings.looks_up(prompt.query(), prompt.layout)
+
+    def soon() -> Deadline:
+        return Deadline.after(30.0, service.clock)
+
+    await service.process.spawn(store.open_namespace(prompt.description, deadline=soon()))
+    lookup = await service.process.spawn(store.lookup(prompt.query(), deadline=soon()))
+    for record in prompt.records():
+        if record.header.span.stop > lookup.resume_tokens:
+            world.oracle.offered(record)
+            await service.process.spawn(store.save(record, deadline=soon()))
+            await service.process.spawn(store.drain(soon()))
+
+
+async def _quiet(world: World) -> None:
+    while under_way(world):
+        await asyncio.sleep(1.0)
+
+
+def _kept_tokens(world: World, prompt: Prompt) -> int:
+    """How far the cold tier serves a prompt, by what it has or what the catalog tells that it has."""
+    kept = told(world, Level.COLD).union(world.deployment.cold.records)
+    query, layout = prompt.query(), prompt.layout
+    bits = [
+        sum(
+            1 << index
+            for index, group in enumerate(layout.groups)
+            if all(RecordKey(query.namespace, one.prefix, index, at) in kept for at in range(group.num_slices))
+        )
+        for one in query.boundaries
+    ]
+    tokens = [boundary.tokens for boundary in query.boundaries]
+    return longest_resumable(
+        layout, tokens, bits, local_tokens=0, cap_tokens=prompt.num_tokens, step_tokens=query.step_tokens
+    )
