@@ -240,7 +240,7 @@ class PageStore(ABC):
         """Keep a sealed record, once; the store verifies it first.
 
         Returns when the record has reached `ack`; it goes on to the further tiers by itself, unless its `retention`
-        is short.
+        is short. What waits for memory alone may be declined by the cold tier, as long as it was not seen before.
 
         Raises:
             CorruptRecord: The bytes do not match their seal, or the header does not fit the namespace's layout.

@@ -73,7 +73,7 @@ REASONS = {
     "removed": Reason("it was stored, and somebody removed it"),
     "lost": Reason(
         "it was stored, and Redis let it go by itself: evicted, flushed or restarted without its data",
-        "more memory for Redis, or a cold tier",
+        "more memory for Redis, or a cold tier that gets more (retention_admission)",
     ),
     "broken": Reason("it was stored, and left because a part that it needs was not there any more"),
     "superseded": Reason("the end of a shorter prompt was replaced by a whole page"),
