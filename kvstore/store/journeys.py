@@ -55,7 +55,8 @@ class _Journey:
     Attributes:
         entry: What the log is told.
         is_short: It is not meant to reach the cold tier.
-        num_open: Writes that wait or run.
+        num_open: Writes that wait or run. None, and not settling either: the log did not answer when it was told of the
+            end, and is told again.
         noted_at_s: When its lease began last; `None`: no entry is certain to be in the log.
         touched: An entry may be in the log.
         in_hot: The hot tier has it, or may have it.
@@ -240,11 +241,15 @@ class Journeys:
     async def _settled(self, journey: _Journey) -> None:
         try:
             await self._ends.run(journey, Deadline.after(self._limits.write_back_timeout_s, self._clock))
-        except KVStoreError:  # whoever claims it when its lease has ended finishes it
+            journey.in_hot = False
+        except KVStoreError:
+            # Our entry stands, and perhaps for a record in the hot tier: were that forgotten, the end of a later write,
+            # one that failed, would take the entry away. What else is known of the record others may change meanwhile.
             self._meters.add("pending_failures", step="end")
         journey.settling, journey.noted_at_s = None, None
-        journey.touched = journey.in_hot = journey.is_ours = journey.in_cold = False
-        if journey.num_open == 0:
+        journey.touched = journey.in_hot
+        journey.is_ours = journey.in_cold = False
+        if journey.num_open == 0 and not journey.touched:
             self._journeys.pop(journey.entry.key, None)
 
     async def _add(self, entries: Sequence[PendingEntry]) -> bool:
@@ -281,9 +286,12 @@ class Journeys:
         return {key: num_owners for key, num_owners in zip(keys, owners, strict=True) if num_owners}
 
     async def _renew(self, log: PendingLog) -> None:
-        """Keep the leases of what is under way: an outage may be longer than they are."""
+        """Keep the leases of what is under way: an outage may be longer than they are. Tell again of what has ended."""
         while self._journeys:
             await asyncio.sleep(log.lease_s / 3)
+            for journey in list(self._journeys.values()):
+                if journey.num_open == 0 and journey.settling is None:
+                    self._settle(journey)
             noted = [journey for journey in self._journeys.values() if journey.noted_at_s is not None]
             for start in range(0, len(noted), _RENEWED_TOGETHER):
                 some = [journey for journey in noted[start : start + _RENEWED_TOGETHER] if journey.settling is None]

@@ -16,6 +16,7 @@ FOUND = {
     433: "a record may go from Redis: the cold tier had it, until retention deleted it while its entry was being ended",
     708: "a record may never go from Redis: of two that wrote it one ended the entry of both, the other died",
     734: "the catalog tells of what Redis let go: nobody had written the namespace's manifest there again",
+    814: "a record may never go from Redis: the end of its entry failed, and a later write that failed took it away",
 }
 """Seeds beyond the first that something was found with, and what. Their worlds change with what the store does: the
 tests of its parts bring the same about for sure."""

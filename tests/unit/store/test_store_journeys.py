@@ -1,0 +1,108 @@
+"""Pending entries when the log does not answer as it should."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import pytest
+from store_world import LIMITS, slow_tier, soon, until
+
+from kvstore.errors import Unavailable
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.journeys import Journeys, Noted
+from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
+from kvstore.testing.prompts import ATTENTION, Prompt
+
+T = TypeVar("T")
+
+LEASE_S = 0.3
+RECORD = Prompt(ATTENTION, "a", 64).record(64, 0, 0)
+KEY = RECORD.key
+
+
+class World:
+    """What one service knows of a record on its way, and what stands in a log that may be told not to answer.
+
+    Attributes:
+        refused: Steps that the log does not carry out.
+        asked: All steps, in order.
+    """
+
+    def __init__(self) -> None:
+        self.books, self.hot, self.meters = PendingBooks(), slow_tier("redis"), Meters()
+        self.refused: set[str] = set()
+        self.asked: list[str] = []
+        self.background = Background("test")
+        self.journeys = Journeys(
+            DictPendingLog(self.books, lease_s=LEASE_S, ask=self._ask),
+            self.hot,
+            background=self.background,
+            meters=self.meters,
+            limits=LIMITS,
+            clock=SYSTEM_CLOCK,
+        )
+
+    async def _ask(self, what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        self.asked.append(what)
+        if what in self.refused:
+            raise Unavailable("the log was told not to answer")
+        return work()
+
+    async def write_hot(self) -> None:
+        """The record reaches the hot tier, and nothing is sure to bring it any further."""
+        self.journeys.begin(RECORD, is_promise=True)
+        assert await self.journeys.note(KEY, soon(), is_hot=True) is Noted.YES
+        await self.journeys.confirm(KEY, await self.hot.put(RECORD, deadline=soon()), soon())
+        self.journeys.end(KEY, in_hot=True)
+
+    async def write_cold(self, *, arrives: bool) -> None:
+        self.journeys.begin(RECORD)
+        await self.journeys.note(KEY, soon(), is_hot=False)
+        self.journeys.end(KEY, in_cold=arrives)
+
+    async def settled(self) -> None:
+        await until(lambda: not len(self.journeys))
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    yield world
+    await world.background.aclose()
+
+
+async def test_a_write_that_fails_leaves_the_entry_of_an_earlier_one_whose_end_failed(world: World) -> None:
+    """The hot tier has a record, and the log did not answer when its entry was given back. Another write of it fails:
+    its end leaves the entry, since it is all that says that the record has to reach the cold tier."""
+    world.refused = {"pending release"}
+    await world.write_hot()
+    await until(lambda: world.meters.get("pending_failures", step="end") == 1)
+    world.refused = set()
+    await world.write_cold(arrives=False)
+    await world.settled()
+    assert KEY in world.books.entries
+
+
+async def test_an_entry_whose_end_failed_is_ended_by_a_write_that_arrives(world: World) -> None:
+    """The same, but the cold tier gets the record: it may go, and nothing is pending."""
+    world.refused = {"pending release"}
+    await world.write_hot()
+    await until(lambda: world.meters.get("pending_failures", step="end") == 1)
+    await world.write_cold(arrives=True)
+    await world.settled()
+    assert (world.hot.keys_allowed, world.books.entries) == ([KEY], {})
+
+
+async def test_what_the_log_did_not_hear_is_told_again(world: World) -> None:
+    """It does not answer for a while: then it gets the entry back, and nothing is remembered of the record."""
+    world.refused = {"pending release"}
+    await world.write_hot()
+    await until(lambda: world.asked.count("pending release") > 2)
+    assert len(world.journeys) == 1
+    world.refused = set()
+    await world.settled()
+    assert KEY in world.books.entries
