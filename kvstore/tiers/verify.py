@@ -16,13 +16,14 @@ _INLINE_BYTES = 4 << 20
 same check costs three times the processor time."""
 
 
-def open_or_reason(data: bytearray | memoryview, expected: RecordKey) -> Record | str:
+def open_or_reason(data: bytearray | memoryview, expected: RecordKey, checksum: bytes | None = None) -> Record | str:
     """Read and verify bytes that came from a medium: the record, or why a tier must put them aside.
 
-    An intact header of another format version counts as damage too: it has no business under a name of this one.
+    `checksum` is the payload's, where it was summed as it came. An intact header of another format version counts as
+    damage too: it has no business under a name of this one.
     """
     try:
-        return open_record(data, expected)
+        return open_record(data, expected, checksum)
     except (CorruptRecord, UnsupportedFormat) as error:
         return str(error)
 

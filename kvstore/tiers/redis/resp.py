@@ -20,6 +20,8 @@ _BULK_BYTES_MAX = 512 << 20
 _ITEMS_MAX = 1 << 20
 _DEPTH_MAX = 8
 _INLINE_BYTES = 8 * 1024
+_PIECE_BYTES = 512 * 1024
+"""What is received of a bulk string at a time where somebody sums it: it is then still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ class ReplyParser:
         sink_for: Asked with the size of each bulk string that is a reply of its own: where to put it, or `None` to
             throw it away.
         on_reply: Called with each reply; one that was thrown away is `None`.
+
+    Attributes:
+        on_piece: Called with all that comes of the bulk string whose place was just asked for, piece after piece in
+            their order; set by `sink_for`, for this one bulk string.
     """
 
     def __init__(self, sink_for: Callable[[int], memoryview | None], on_reply: Callable[[Reply], None]) -> None:
@@ -86,6 +92,7 @@ class ReplyParser:
         self._target: memoryview | None = None  # of the bulk string that is being received
         self._filled = 0
         self._body_left = 0
+        self.on_piece: Callable[[memoryview], None] | None = None
         self._newline_due = False
         self._stack: list[tuple[int, list[Reply]]] = []  # arrays that are being received: items in all, items so far
 
@@ -95,7 +102,13 @@ class ReplyParser:
             return self._scratch_view[self._end :]
         if self._target is None:
             return self._scrap[: self._body_left]
+        if self.on_piece is not None:
+            return self._target[self._filled : self._filled + _PIECE_BYTES]
         return self._target[self._filled :]
+
+    def head(self) -> memoryview:
+        """What has come of the bulk string that `sink_for` is asked about now; empty where nothing has."""
+        return self._scratch_view[self._start : min(self._end, self._start + self._body_left)]
 
     def received(self, num_bytes: int) -> None:
         """Take note of bytes that stand in `buffer()` now.
@@ -104,8 +117,11 @@ class ReplyParser:
             ProtocolError: They are not RESP2.
         """
         if self._body_left:
+            start = self._filled
             self._filled += num_bytes
             self._body_left -= num_bytes
+            if self.on_piece is not None and self._target is not None:
+                self.on_piece(self._target[start : self._filled])
             if self._body_left == 0:
                 self._end_bulk()
             return
@@ -164,10 +180,13 @@ class ReplyParser:
         if num_bytes < 0:
             self._value(None)
             return True
+        self._body_left = num_bytes
         self._target = memoryview(bytearray(num_bytes)) if self._stack else self._sink_for(num_bytes)
         here = min(num_bytes, self._end - self._start)
         if self._target is not None:
             self._target[:here] = self._scratch_view[self._start : self._start + here]
+            if here and self.on_piece is not None:
+                self.on_piece(self._target[:here])
         self._start += here
         self._filled = here
         self._body_left = num_bytes - here
@@ -177,7 +196,7 @@ class ReplyParser:
         return True
 
     def _end_bulk(self) -> None:
-        target, self._target = self._target, None
+        target, self._target, self.on_piece = self._target, None, None
         self._newline_due = True
         self._value(bytes(target) if self._stack and target is not None else target)
 

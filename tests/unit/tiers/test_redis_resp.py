@@ -83,6 +83,27 @@ def test_dropped_target_is_not_written_to() -> None:
     assert bytes(peer.sinks[0]) == b"a" * 10 + bytes(100_000 - 10)
 
 
+@given(st.lists(st.integers(0, 1_300_000), max_size=8))
+def test_pieces_are_told_in_their_order(cuts: list[int]) -> None:
+    """Whoever sums a bulk string hears of each of its bytes once, also of those that came with its length."""
+    body = bytes(range(256)) * 5000
+    pieces: list[bytes] = []
+    replies: list[Reply] = []
+    heads: list[bytes] = []
+
+    def sink(num_bytes: int) -> memoryview:
+        heads.append(bytes(parser.head()))
+        parser.on_piece = lambda piece: pieces.append(bytes(piece))
+        return memoryview(bytearray(num_bytes))
+
+    parser = ReplyParser(sink, replies.append)
+    peer = Peer()
+    peer.parser = parser
+    peer.feed(b"$%d\r\n" % len(body) + body + b"\r\n:1\r\n", cuts)
+    assert b"".join(pieces) == body == bytes(replies[0])  # type: ignore[arg-type]
+    assert body.startswith(heads[0]) and max(map(len, pieces)) <= 512 * 1024
+
+
 @pytest.mark.parametrize(
     "stream",
     [
