@@ -85,14 +85,14 @@ def _redis(plan: Plan, listener: Listener) -> list[Row]:
 
             from benchmarks.raw_redis import RawGets
             from kvstore.tiers.redis import RedisTier
-            from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES
+            from kvstore.tiers.redis.stripes import PART_BYTES
 
             tier = RedisTier.from_url(server.url, num_connections=_NUM_CONNECTIONS)
             raws = [
                 RawGets(tier, server.port, _NUM_CONNECTIONS),
                 RawGets(tier, server.port, _NUM_RANGED_CONNECTIONS, PART_BYTES),
             ]
-            store = TierStore(tier, _NUM_CONNECTIONS, STRIPE_BYTES)
+            store = TierStore(tier, _NUM_CONNECTIONS)
             try:
                 rows = _beside_raw(await store_rows(store, peer, plan, listener, raws))
             finally:
@@ -152,10 +152,9 @@ def _service(plan: Plan, listener: Listener) -> list[Row]:
 
 def _redis_tier(url: str) -> TierStore:
     from kvstore.tiers.redis import RedisTier
-    from kvstore.tiers.redis.stripes import STRIPE_BYTES
 
     tier = RedisTier.from_url(url, num_connections=_NUM_CONNECTIONS)
-    return TierStore(tier, _NUM_CONNECTIONS, STRIPE_BYTES)
+    return TierStore(tier, _NUM_CONNECTIONS)
 
 
 def _s3(plan: Plan, listener: Listener) -> list[Row]:

@@ -14,7 +14,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.redis.stripes import STRIPE_BYTES, stripe_names, stripe_ranges
+from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
 from tests.contract.redis_media import RedisMedium
 
 pytestmark = pytest.mark.servers
@@ -138,6 +138,26 @@ async def test_stripes_of_a_dead_writer_expire(medium: RedisMedium, tier: Tier) 
     assert [entry async for entry in tier.scan()] == []
     assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
     assert all(medium.raw.ttl(name) == -1 for name in stripe_names(record.header))
+
+
+@pytest.mark.parametrize("damage", ["in its header", "behind it", "in its second part", "shorter", "longer"])
+async def test_a_damaged_value_of_several_parts(medium: RedisMedium, tier: Tier, damage: str) -> None:
+    """A value that is read in parts, and is not what its name says, is put aside, and the record can be put anew."""
+    record = make_record(1, 2 << 20)
+    data = bytearray(record.data)
+    if damage == "longer":
+        data += b"x"
+    elif damage == "shorter":
+        del data[-1]
+    else:
+        data[{"in its header": 20, "behind it": HEADER_BYTES, "in its second part": PART_BYTES + 5}[damage]] ^= 1
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    await medium.write(record.key, bytes(data))
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert tier.num_quarantined == 1
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    stored = await tier.get(record.key, deadline=soon())
+    assert stored is not None and stored.data == record.data
 
 
 async def test_quarantine_keeps_the_bytes_for_a_while(medium: RedisMedium, tier: Tier) -> None:

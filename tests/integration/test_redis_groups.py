@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 
 import pytest
 from redis.exceptions import AskError
@@ -16,7 +15,6 @@ from kvstore.catalog.redis import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
-from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
@@ -24,16 +22,15 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
 from kvstore.testing.servers.redis_group import RedisGroup, ask
-from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.locations_redis import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.slots import slot_of
+from kvstore.tiers.redis.stripes import stripe_names
+from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, served_everywhere
 
 pytestmark = pytest.mark.servers
-
-LARGE_BYTES = 9 << 20
-CALL_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -76,49 +73,6 @@ def number_on(group: RedisCluster, server: RedisServer, first: int = 0) -> int:
         for number in range(first, first + 10_000)
         if group.primary_of(slot_of(format_name(make_key(number)))) is server
     )
-
-
-@dataclass
-class Traffic:
-    """Puts and gets of ever new records, until it is told to end; each call has half a second."""
-
-    tier: Tier
-    stored: list[RecordKey] = field(default_factory=list)
-    num_refused: int = 0
-    longest_s: float = 0.0
-    ended: bool = False
-    served_s: float = 0.0
-
-    async def run(self, first: int) -> None:
-        for number in range(first, first + 1_000_000):
-            if self.ended:
-                return
-            record = make_record(number, LARGE_BYTES if number % 50 == 25 else 2000)
-            started_s = time.monotonic()
-            try:
-                await self.tier.put(record, deadline=Deadline.after(CALL_S))
-                got = await self.tier.get(record.key, deadline=Deadline.after(CALL_S))
-            except Unavailable:
-                self.num_refused += 1
-                await asyncio.sleep(0.01)
-            else:
-                # an acknowledged write that was not replicated yet is lost with its primary: a miss, never other bytes
-                assert got is None or got.data == record.data
-                self.stored.append(record.key)
-                self.served_s = time.monotonic()
-            self.longest_s = max(self.longest_s, (time.monotonic() - started_s) / 2)
-
-
-async def served_everywhere(tier: Tier, within_s: float = 25) -> None:
-    """Every part of the key space answers."""
-    give_up = Deadline.after(within_s)
-    while True:
-        try:
-            await tier.head([make_key(number) for number in range(200)], deadline=Deadline.after(1))
-            return
-        except Unavailable:
-            assert not give_up.expired, f"not served within {within_s} s"
-            await asyncio.sleep(0.02)
 
 
 async def kill_under_traffic(tier: RedisTier, group: RedisGroup, victim: RedisServer, stack: AsyncExitStack) -> None:
@@ -264,7 +218,10 @@ async def test_facts_of_every_primary(tier: RedisTier, cluster: RedisCluster) ->
 
 @on_cluster
 async def test_a_slot_moves(tier: RedisTier, cluster: RedisCluster) -> None:
-    """While a slot moves, records on both sides are found and new ones stored; afterwards the tier knows the way."""
+    """While a slot moves, records on both sides are found and new ones stored; afterwards the tier knows the way.
+
+    Also striped records of which one side has the header or some stripes, and the other one the rest.
+    """
     slot = slot_of(format_name(make_key(1)))
     source = cluster.primary_of(slot)
     target = next(server for server in cluster.primaries() if server is not source)
@@ -272,24 +229,29 @@ async def test_a_slot_moves(tier: RedisTier, cluster: RedisCluster) -> None:
     moved, stays, new, large = (
         make_record(make_key(1, group=group), 2000 if group < 3 else LARGE_BYTES) for group in range(4)
     )
-    for record in (moved, stays):
+    halved = [make_record(make_key(1, group=group), LARGE_BYTES) for group in (4, 5)]
+    for record in (moved, stays, *halved):
         assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
     ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
     ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
-    ask(source, "MIGRATE", "127.0.0.1", target.port, format_name(moved.key), 0, 5000)
+    values = [[format_name(record.key), *stripe_names(record.header)] for record in halved]
+    first, rest = [values[0][0], values[0][2], *values[1][1:]], [*values[0][1::2], values[1][0]]
+    for name in (format_name(moved.key), *first):
+        ask(source, "MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
     for record in (new, large):
         assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
         with pytest.raises(AskError):  # the source does not have it
             ask(source, "EXISTS", format_name(record.key))
-    records = (moved, stays, new, large)
+    records = (moved, stays, new, large, *halved)
     for has_moved in (False, True):
         sizes = await tier.head([record.key for record in records], deadline=Deadline.after(5))
-        assert sizes == [moved.num_bytes, stays.num_bytes, new.num_bytes, 0]
+        assert sizes == [moved.num_bytes, stays.num_bytes, new.num_bytes, 0, 0, 0]
         for record in records:
             stored = await tier.get(record.key, deadline=Deadline.after(5))
             assert stored is not None and stored.data == record.data
         if not has_moved:
-            ask(source, "MIGRATE", "127.0.0.1", target.port, format_name(stays.key), 0, 5000)
+            for name in (format_name(stays.key), *rest):
+                ask(source, "MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
             for server in (target, source, *cluster.primaries()):  # from now on: MOVED
                 ask(server, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
     for record in records:

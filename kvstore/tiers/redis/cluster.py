@@ -13,9 +13,9 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.gather import gather_all
 from kvstore.tiers.locations_redis import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.connection import Sink
 from kvstore.tiers.redis.member import Member
 from kvstore.tiers.redis.node import Node
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import Redirect, check_reply, redirect_of
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.slots import SlotMap, parse_slots, slot_of
@@ -84,23 +84,30 @@ class Cluster:
             await self._pause(replies[index] for index in open_)
         raise _in_circles()
 
-    async def move(self, name: str, command: Command, *, deadline: Deadline, sink: Sink | None = None) -> Reply:
+    async def move(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
         """See `Topology.move`."""
         slot = slot_of(name)
         redirect: Redirect | None = None
         for _ in range(_ROUNDS_MAX):
             owners = await self._map(deadline)
             member = self._member(redirect.address) if redirect else self._owner(owners, slot)
-            if redirect is not None and redirect.once:
-                behind = None if sink is None else _behind_asking(sink)
-                reply = (await member.data(("ASKING",), command, deadline=deadline, sink=behind))[1]
-            else:
-                (reply,) = await member.data(command, deadline=deadline, sink=sink)
+            asking: list[Command] = [("ASKING",)] if redirect is not None and redirect.once else []
+            reply = (await member.data(*asking, command, deadline=deadline))[-1]
             if not self._is_elsewhere(reply):
                 return reply
             redirect = self._follow(reply, member.address)
             await self._pause([reply])
         raise _in_circles()
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """See `Topology.read`."""
+        owner = self._owner(await self._map(deadline), slot_of(reading.name))
+        await owner.read(reading, deadline=deadline)
+        if self._is_elsewhere(reading.error):
+            # while a slot moves, a record's values are on two nodes: ask for each part, wherever it is
+            reading.begin()
+            while (command := reading.next()) is not None:
+                reading.take(await self.move(reading.name, command, deadline=deadline))
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         """See `Topology.nodes`."""
@@ -234,10 +241,6 @@ class Cluster:
 
 async def _together(work: Sequence[Coroutine[Any, Any, list[Reply]]]) -> list[list[Reply]]:
     return [await work[0]] if len(work) == 1 else await gather_all(work)
-
-
-def _behind_asking(sink: Sink) -> Sink:
-    return lambda index, num_bytes: sink(index - 1, num_bytes)
 
 
 def _in_circles() -> Unavailable:

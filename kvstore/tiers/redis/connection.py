@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, ProtocolError, Reply, ReplyParser, encode_command, joined
 
-__all__ = ["Connection", "Sink"]
+__all__ = ["Connection"]
 
 _HANG_S = 0.2
 _UNSENT_BYTES_MAX = 64 << 20
 
-Sink = Callable[[int, int], memoryview]
-"""Given the index of a command in its pipeline and the size of its reply, the buffer to receive that reply into."""
+_AHEAD = 2
+"""Parts of a reading that are asked for at a time: the server makes one while another is received."""
 
 
-class _Pipeline:
-    """Commands sent together: they are done when the last one is answered."""
+class _Call:
+    """Commands whose replies somebody waits for.
 
-    __slots__ = ("error", "future", "num_commands", "replies", "sent_s", "sink", "wanted")
+    Attributes:
+        num_due: Replies that are still to come.
+        ended: Whether the last of them came, or the connection was lost.
+        wanted: False once nobody waits any more.
+    """
 
-    def __init__(self, num_commands: int, sink: Sink | None, sent_s: float, future: asyncio.Future[None]) -> None:
-        self.num_commands = num_commands
-        self.sink = sink
+    __slots__ = ("ended", "error", "future", "num_due", "reading", "replies", "sent_s", "wanted")
+
+    def __init__(self, reading: Reading | None, sent_s: float, future: asyncio.Future[None]) -> None:
+        self.reading = reading
         self.sent_s = sent_s
         self.future = future
+        self.num_due = 0
         self.replies: list[Reply] = []
         self.error: KVStoreError | None = None
+        self.ended = False
         self.wanted = True
 
     def finish(self, error: KVStoreError | None = None) -> None:
         self.error = self.error or error
+        self.ended = True
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
         if not self.future.done():
             self.future.set_result(None)
 
@@ -56,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = ReplyParser(self._sink_for, self._on_reply)
-        self._waiting: deque[_Pipeline] = deque()
+        self._waiting: deque[_Call] = deque()  # whoever gets the next replies: once for each of them
         self._received_s = self._loop.time()
         self._closed = asyncio.Event()
 
@@ -65,49 +77,76 @@ class Connection(asyncio.BufferedProtocol):
         """True while commands can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Pipelines that are not answered yet."""
-        return len(self._waiting)
-
-    async def run(
-        self, commands: Sequence[Sequence[Argument]], *, deadline: Deadline, sink: Sink | None = None
-    ) -> list[Reply]:
+    async def run(self, commands: Sequence[Sequence[Argument]], *, deadline: Deadline) -> list[Reply]:
         """Send commands in one go and return their replies; errors of single commands are `ErrorReply` values.
 
         Raises:
             Unavailable: The connection was lost, or the deadline came first. What was sent may still be carried out.
                 Or bytes of earlier callers are still waiting to be sent.
 
-        If cancelled, what was sent may still be carried out; buffers from `sink` are not written to any more.
+        If cancelled, what was sent may still be carried out.
         """
+        transport = self._writable()
+        call = _Call(None, self._loop.time(), self._loop.create_future())
+        call.num_due = len(commands)
+        self._waiting.extend([call] * len(commands))
+        for part in joined([encode_command(*command) for command in commands]):
+            transport.write(part)
+        await self._answered(call, deadline)
+        return call.replies
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """Send the commands of a reading, few at a time, and hand it their answers; it tells how it went.
+
+        Raises:
+            Unavailable: As `run`.
+            CorruptRecord, InvalidRequest: From the reading.
+
+        If cancelled, nothing is written to its buffer any more.
+        """
+        self._writable()
+        call = _Call(reading, self._loop.time(), self._loop.create_future())
+        self._send_next(call)
+        await self._answered(call, deadline)
+
+    def _writable(self) -> asyncio.Transport:
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unavailable("the connection to Redis is lost", address=self.address)
         if transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
             # callers that gave up leave their bytes here, beyond every limit for bytes in flight
             raise Unavailable("Redis takes bytes too slowly: check its load and the network", address=self.address)
-        pipeline = _Pipeline(len(commands), sink, self._loop.time(), self._loop.create_future())
-        self._waiting.append(pipeline)
-        for part in joined([encode_command(*command) for command in commands]):
-            transport.write(part)
+        return transport
+
+    def _send_next(self, call: _Call) -> None:
+        """Ask for what a reading wants next, if it is due."""
+        reading, transport = call.reading, self._transport
+        while reading is not None and transport is not None and call.wanted and call.error is None:
+            if call.num_due >= _AHEAD or (command := reading.next()) is None:
+                return
+            call.num_due += 1
+            self._waiting.append(call)
+            transport.write(b"".join(encode_command(*command)))
+
+    async def _answered(self, call: _Call, deadline: Deadline) -> None:
+        timer = self._loop.call_later(deadline.remaining_s, call.stop_waiting)
         try:
-            await asyncio.wait({pipeline.future}, timeout=deadline.remaining_s)
+            await call.future
         finally:
-            if not pipeline.future.done():
-                self._abandon(pipeline)
-        if not pipeline.future.done():
+            timer.cancel()
+            if not call.ended:
+                self._abandon(call)
+        if not call.ended:
             raise Unavailable(
                 "Redis did not answer before the deadline: check its load, SLOWLOG and the network",
                 address=self.address,
             )
-        if pipeline.error is not None:
-            raise pipeline.error
-        return pipeline.replies
+        if call.error is not None:
+            raise call.error
 
-    def _abandon(self, pipeline: _Pipeline) -> None:
-        pipeline.wanted = False
-        if self._waiting and self._waiting[0] is pipeline:
+    def _abandon(self, call: _Call) -> None:
+        call.wanted = False
+        if self._waiting and self._waiting[0] is call:
             self._parser.drop_target()
         # Nothing at all though something is due: the server hangs, and so would whatever is sent behind it. A caller
         # that leaves early shows nothing, and must not end what others have in flight.
@@ -159,23 +198,34 @@ class Connection(asyncio.BufferedProtocol):
     def _sink_for(self, num_bytes: int) -> memoryview | None:
         if not self._waiting:
             raise ProtocolError("a reply that nobody asked for")
-        pipeline = self._waiting[0]
-        if not pipeline.wanted or pipeline.error is not None:
+        call = self._waiting[0]
+        if not call.wanted or call.error is not None:
             return None
-        if pipeline.sink is None:
+        if call.reading is None:
             return fresh_buffer(num_bytes)
         try:
-            return pipeline.sink(len(pipeline.replies), num_bytes)
+            place = call.reading.place(num_bytes, self._parser.head())
         except KVStoreError as error:
-            pipeline.error = error
+            call.error = error
             return None
+        self._parser.on_piece = call.reading.received
+        self._send_next(call)  # now it may know what else there is
+        return place
 
     def _on_reply(self, reply: Reply) -> None:
         if not self._waiting:
             raise ProtocolError("a reply that nobody asked for")
-        pipeline = self._waiting[0]
+        call = self._waiting.popleft()
+        call.num_due -= 1
         if isinstance(reply, ErrorReply):
             reply = replace(reply, address=self.address)
-        pipeline.replies.append(reply)
-        if len(pipeline.replies) == pipeline.num_commands:
-            self._waiting.popleft().finish()
+        if call.reading is None:
+            call.replies.append(reply)
+        elif call.wanted and call.error is None:
+            try:
+                call.reading.answered(reply)
+            except KVStoreError as error:
+                call.error = error
+            self._send_next(call)
+        if call.num_due == 0:
+            call.finish()

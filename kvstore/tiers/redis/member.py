@@ -10,8 +10,8 @@ from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations_redis import HostPort
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.connection import Sink
 from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.resp import Command, Reply
 from kvstore.tiers.wrap.breaker import Breaker
 
@@ -48,10 +48,15 @@ class Member:
         with self._call(deadline):
             return await self.node.control(*commands, deadline=deadline)
 
-    async def data(self, *commands: Command, deadline: Deadline, sink: Sink | None = None) -> list[Reply]:
+    async def data(self, *commands: Command, deadline: Deadline) -> list[Reply]:
         """As `Node.data`; refused at once while the node is left alone."""
         with self._call(deadline):
-            return await self.node.data(*commands, deadline=deadline, sink=sink)
+            return await self.node.data(*commands, deadline=deadline)
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """As `Node.read`; refused at once while the node is left alone."""
+        with self._call(deadline):
+            await self.node.read(reading, deadline=deadline)
 
     async def probe(self) -> None:
         """Ask whether it is there again; calls are let through from then on. Never raises `Unavailable`."""

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import Turns
 from kvstore.tiers.locations_redis import HostPort
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.connection import Connection, Sink
+from kvstore.tiers.redis.connection import Connection
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
+from kvstore.tiers.redis.stripes import PART_BYTES
 
 __all__ = ["Node", "Where", "at"]
 
 _CONNECT_S = 2.0
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.5
-_READ_AHEAD_BYTES = 2 << 20
-"""Asked for at a time. Redis copies each answer before it sends it: more of them than its processor's cache holds cost
-it three times the time for a byte (0.13 s/GB with one 4 MiB value under way, 0.43 with four). 2 MiB fill a link of
-25 Gbit/s up to a round trip of 0.6 ms."""
+_READS_BYTES = 2 * PART_BYTES
+"""What readings take at a time, each with a part or, if it is smaller, all of it; and as much again is asked for ahead.
+Redis copies each answer before it sends it: more of them than its processor's cache holds cost it three times the time
+for a byte (0.13 s/GB with one 4 MiB value under way, 0.43 with four). 2 MiB fill a link of 25 Gbit/s up to a round trip
+of 0.6 ms."""
 _READS_MIN = 2
-"""Whatever their size: the next value is asked for while one is received."""
+"""Whatever their size: one goes on while the other waits for the network or for its caller."""
 
 Where = Callable[[Deadline], Awaitable[HostPort]]
 """Says where the server is now; asked for each connection attempt."""
@@ -59,7 +61,7 @@ class Node:
         self._control = _Link(self)
         self._data = [_Link(self) for _ in range(num_data_connections)]
         self._reads = Turns(_READS_MIN)
-        self._read_bytes = _READ_AHEAD_BYTES  # of a value, the largest of late
+        self._read_bytes = PART_BYTES  # of a reading at a time, the largest of late
 
     @property
     def num_in_flight(self) -> int:
@@ -68,30 +70,29 @@ class Node:
 
     async def control(self, *commands: Sequence[Argument], deadline: Deadline) -> list[Reply]:
         """Run small commands in one round trip; see `Connection.run`."""
-        return await self._control.run(commands, deadline, None)
+        return await self._control.run(commands, deadline)
 
-    async def data(self, *commands: Sequence[Argument], deadline: Deadline, sink: Sink | None = None) -> list[Reply]:
-        """Run commands that carry pages, on the connection with the least in flight; see `Connection.run`.
+    async def data(self, *commands: Sequence[Argument], deadline: Deadline) -> list[Reply]:
+        """Run commands that carry pages, on the connection with the least in flight; see `Connection.run`."""
+        return await self._least_busy().run(commands, deadline)
 
-        Of what is received, little is asked for at a time; further reads wait within their deadline.
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """Read a record on the connection with the least in flight; see `Connection.read`.
+
+        Few are read at a time; further ones wait within their deadline.
         """
-        if sink is None:
-            return await self._least_busy().run(commands, deadline, None)
         if not self._reads.try_begin():
             async with deadline.scope(f"waiting for other reads from Redis at {self.address} (check its load)"):
                 await self._reads.begin()
         try:
-            return await self._least_busy().run(commands, deadline, partial(self._receive, sink))
+            await self._least_busy().read(reading, deadline)
         finally:
             self._reads.end()
+            self._read_bytes = max(min(reading.num_bytes, PART_BYTES), self._read_bytes * 7 // 8, 1)
+            self._reads.limit = max(_READS_MIN, _READS_BYTES // self._read_bytes)
 
     def _least_busy(self) -> _Link:
         return min(self._data, key=lambda link: link.num_in_flight)
-
-    def _receive(self, sink: Sink, index: int, num_bytes: int) -> memoryview:
-        self._read_bytes = max(num_bytes, self._read_bytes * 7 // 8)
-        self._reads.limit = max(_READS_MIN, _READ_AHEAD_BYTES // self._read_bytes)
-        return sink(index, num_bytes)
 
     async def connect(self, deadline: Deadline) -> Connection:
         """A new connection to where the server is now; connections to where it was are dropped."""
@@ -125,16 +126,24 @@ class _Link:
         self._refuse_until = 0.0
         self._last_error: Unavailable | None = None
 
-    async def run(self, commands: Sequence[Sequence[Argument]], deadline: Deadline, sink: Sink | None) -> list[Reply]:
+    async def run(self, commands: Sequence[Sequence[Argument]], deadline: Deadline) -> list[Reply]:
         self.num_in_flight += 1
         try:
             connection = await self._living(deadline)
-            replies = await connection.run(commands, deadline=deadline, sink=sink)
+            replies = await connection.run(commands, deadline=deadline)
         finally:
             self.num_in_flight -= 1
         if any(isinstance(reply, ErrorReply) and reply.code == "READONLY" for reply in replies):
             connection.abort()  # it was demoted: the next call looks for the primary again
         return replies
+
+    async def read(self, reading: Reading, deadline: Deadline) -> None:
+        self.num_in_flight += 1
+        try:
+            connection = await self._living(deadline)
+            await connection.read(reading, deadline=deadline)
+        finally:
+            self.num_in_flight -= 1
 
     def leave(self, address: str) -> None:
         """Drop a connection to anywhere but `address`."""

@@ -11,8 +11,8 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations_redis import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.connection import Sink
 from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, Reply
 
@@ -43,11 +43,16 @@ class BehindSentinels:
         self._watch_on()
         return await self._node.control(*(command for _, command in commands), deadline=deadline)
 
-    async def move(self, name: str, command: Command, *, deadline: Deadline, sink: Sink | None = None) -> Reply:
+    async def move(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
         """See `Topology.move`."""
         self._watch_on()
-        (reply,) = await self._node.data(command, deadline=deadline, sink=sink)
+        (reply,) = await self._node.data(command, deadline=deadline)
         return reply
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """See `Topology.read`."""
+        self._watch_on()
+        await self._node.read(reading, deadline=deadline)
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         """See `Topology.nodes`."""

@@ -21,12 +21,13 @@ from kvstore.tiers.gather import gather_all
 from kvstore.tiers.locations_redis import RedisLocation, parse_redis
 from kvstore.tiers.redis.facts import ServerFacts, concerns_of, parse_info
 from kvstore.tiers.redis.node import Node
+from kvstore.tiers.redis.reading import Reading, striped_header
 from kvstore.tiers.redis.replies import check_replies, check_reply
 from kvstore.tiers.redis.resp import ErrorReply, Reply
 from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names
 from kvstore.tiers.redis.topology import Topology, open_topology
-from kvstore.tiers.redis.values import Values, each_alone, striped_header
-from kvstore.tiers.verify import check_deadline, open_off_loop
+from kvstore.tiers.redis.values import Values, each_alone
+from kvstore.tiers.verify import check_deadline, open_or_reason
 
 __all__ = ["RedisTier"]
 
@@ -106,23 +107,13 @@ class RedisTier(Tier):
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
         self._check(deadline)
-        name = format_name(key)
-
-        def sink(index: int, num_bytes: int) -> memoryview:
-            # Just a header: perhaps a striped record's, and then the caller's buffer has another size.
-            return allocate_exactly(num_bytes, None if num_bytes <= HEADER_BYTES else allocate)
-
+        reading = Reading(key, lambda num_bytes: allocate_exactly(num_bytes, allocate))
         opened: Record | str
         try:
-            value = await self._values.fetch_whole(name, sink=sink, deadline=deadline)
-            if value is None:
+            await self._values.read(reading, deadline=deadline)
+            if reading.data is None:
                 return None
-            if len(value) == HEADER_BYTES and (header := striped_header(value, key)) is not None:
-                packed, value = bytes(value), allocate_exactly(HEADER_BYTES + header.payload_bytes, allocate)
-                if not await self._values.get_striped(packed, header, value, deadline=deadline):
-                    return None
-            # not under the deadline: Redis has done its part, and must not be blamed for a processor that is busy
-            opened = await open_off_loop(value, key)
+            opened = open_or_reason(reading.data, key, reading.checksum)
         except CorruptRecord as error:
             opened = str(error)
         if isinstance(opened, Record):

@@ -9,8 +9,8 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations_redis import RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.cluster import Cluster
-from kvstore.tiers.redis.connection import Sink
 from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.resp import Command, Reply
 from kvstore.tiers.redis.sentinels import BehindSentinels
 
@@ -33,8 +33,12 @@ class Topology(Protocol):
         """
         ...
 
-    async def move(self, name: str, command: Command, *, deadline: Deadline, sink: Sink | None = None) -> Reply:
+    async def move(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
         """Run a command that carries the bytes of `name`; errors as `ask`."""
+        ...
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """Read a record; errors as `ask`, and those of the reading."""
         ...
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
@@ -69,9 +73,12 @@ class Standalone:
     async def ask(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
         return await self._node.control(*(command for _, command in commands), deadline=deadline)
 
-    async def move(self, name: str, command: Command, *, deadline: Deadline, sink: Sink | None = None) -> Reply:
-        (reply,) = await self._node.data(command, deadline=deadline, sink=sink)
+    async def move(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
+        (reply,) = await self._node.data(command, deadline=deadline)
         return reply
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        await self._node.read(reading, deadline=deadline)
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         return (self._node,)

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-from kvstore.errors import CorruptRecord, UnsupportedFormat
+from kvstore.errors import CorruptRecord
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
-from kvstore.format.record import MAX_RECORD_BYTES, Record
+from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.budget import ByteBudget
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.gather import gather_all
-from kvstore.tiers.redis.connection import Sink
+from kvstore.tiers.redis.reading import Reading, striped_header
 from kvstore.tiers.redis.replies import check_replies, check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.stripes import (
-    PART_BYTES,
-    STRIPE_BYTES,
-    Part,
-    is_striped,
-    parts_behind,
-    parts_of,
-    stripe_names,
-    stripe_ranges,
-)
+from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
 from kvstore.tiers.redis.topology import Topology
 
-__all__ = ["Values", "each_alone", "striped_header"]
+__all__ = ["Values", "each_alone"]
 
 _ORPHAN_MS = 10 * 60 * 1000  # stripes of a writer that died expire; a living one is done long before
 
-_SCRATCHES_MAX = 8
+_READING_BYTES = 2 * PART_BYTES
+"""What one reading has on its way at most."""
 
 _DROP_HEADER = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
 """Removes a striped record's header, unless somebody has stored the record anew since we read it."""
@@ -50,79 +42,42 @@ class Values:
     def __init__(self, topology: Topology, in_flight: ByteBudget) -> None:
         self._topology = topology
         self._in_flight = in_flight
-        self._scratch: list[memoryview] = []
 
-    async def fetch(self, name: str, *, bytes_max: int, sink: Sink, deadline: Deadline) -> memoryview | None:
-        """GET a value of at most about `bytes_max` into what `sink` returns; `None`: no such name.
-
-        Raises:
-            CorruptRecord: Something that is no string stands there.
-        """
-        reply = await self._move(name, ("GET", name), bytes_max, deadline, sink)
-        if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
-            raise CorruptRecord("a foreign type of value stands under this name", name=name)
-        check_reply(reply)
-        return reply if isinstance(reply, memoryview) else None
-
-    async def fetch_whole(self, name: str, *, sink: Sink, deadline: Deadline) -> memoryview | None:
-        """`fetch` of a whole record or a striped one's header, in parts where it is larger than one.
-
-        `sink` is asked once, for all of it.
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """Read a record, also one that is written meanwhile.
 
         Raises:
-            CorruptRecord: What stands there is no string, or has another size than its header says.
+            CorruptRecord: What stands there is no string, is empty, or has another size than its header says.
+            InvalidRequest: From the reading.
         """
-        scratch = self._scratch.pop() if self._scratch else fresh_buffer(PART_BYTES)
-        try:
-            first = await self._part(
-                name,
-                0,
-                PART_BYTES - 1,
-                lambda index, size: scratch if size == PART_BYTES else sink(index, size),
-                deadline,
-            )
-            if 0 < len(first) < PART_BYTES:
-                return first
-            num_bytes = _announced_bytes(first)
-            if num_bytes is None:  # nothing, or nothing that can be trusted to say how much there is
-                return await self.fetch(name, bytes_max=STRIPE_BYTES, sink=sink, deadline=deadline)
-            buffer = sink(0, num_bytes)
-            buffer[:PART_BYTES] = first
-        finally:
-            if len(self._scratch) < _SCRATCHES_MAX:
-                self._scratch.append(scratch)
-        return buffer if await self._fill(buffer, parts_behind(name, num_bytes), deadline) else None
+        await self._read_once(reading, deadline)
+        while reading.is_empty and await self._is_there(reading.name, deadline):
+            reading.begin()
+            await self._read_once(reading, deadline)
+        if reading.data is None and reading.striped is not None:
+            # Evicted or expired: the header alone would answer every later put with EXISTS, so it goes too.
+            drop = ("EVAL", _DROP_HEADER, 1, reading.name, reading.striped)
+            check_replies(await self._topology.ask([(reading.name, drop)], deadline=deadline))
 
-    async def _fill(self, buffer: memoryview, parts: Sequence[Part], deadline: Deadline) -> bool:
-        """Read parts into their places. False: one is not there.
+    async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
+        async with self._granted(_READING_BYTES, deadline):
+            await self._topology.read(reading, deadline=deadline)
+        _check_string(reading.error, reading.name)
 
-        Raises:
-            CorruptRecord: One has the wrong size.
-        """
-
-        async def fetch(part: Part) -> bool:
-            expected = part.stop - part.start
-
-            def sink(index: int, num_bytes: int) -> memoryview:
-                if num_bytes not in (0, expected):  # nothing: there is no such name
-                    raise CorruptRecord("a value has the wrong size", expected=expected, seen=num_bytes)
-                return buffer[part.start : part.start + num_bytes]
-
-            return len(await self._part(part.name, part.first, part.last, sink, deadline)) == expected
-
-        return all(await gather_all([fetch(part) for part in parts]))
-
-    async def _part(self, name: str, first: int, last: int, sink: Sink, deadline: Deadline) -> memoryview:
-        """Some bytes of a value; none at all where there is no such name."""
-        reply = await self._move(name, ("GETRANGE", name, first, last), PART_BYTES, deadline, sink)
-        if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
-            raise CorruptRecord("a foreign type of value stands under this name", name=name)
-        check_reply(reply)
-        return reply if isinstance(reply, memoryview) else memoryview(b"")
+    async def _is_there(self, name: str, deadline: Deadline) -> bool:
+        """Whether a value stands where a reading found nothing; only `GET` tells an empty one from none."""
+        async with self._granted(STRIPE_BYTES, deadline):
+            value = await self._topology.move(name, ("GET", name), deadline=deadline)
+        _check_string(value, name)
+        if isinstance(value, memoryview) and not len(value):
+            raise CorruptRecord("an empty value stands under this name", name=name)
+        return value is not None
 
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
         """SET a value; `EXISTS` only with the option NX."""
-        return _put_outcome(await self._move(name, ("SET", name, value, *options), len(value), deadline))
+        async with self._granted(len(value), deadline):
+            reply = await self._topology.move(name, ("SET", name, value, *options), deadline=deadline)
+        return _put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
         """Make a record that is there stay, all of it: it may have had leave to go. False: it is not there."""
@@ -140,22 +95,6 @@ class Values:
         if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
             check_replies(await self._topology.ask(each_alone("PERSIST", stripe_names(header)), deadline=deadline))
         return True
-
-    async def get_striped(self, packed: bytes, header: HeaderV1, buffer: memoryview, *, deadline: Deadline) -> bool:
-        """Fill `buffer` with the record of a striped `header`. False: a stripe is missing, and the header is removed.
-
-        Raises:
-            CorruptRecord: A stripe has the wrong size.
-        """
-        buffer[:HEADER_BYTES] = packed
-
-        if await self._fill(buffer, parts_of(header), deadline):
-            return True
-        # Evicted or expired: the header alone would answer every later put with EXISTS, so it goes too.
-        name = format_name(header.key)
-        drop = ("EVAL", _DROP_HEADER, 1, name, packed)
-        check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
-        return False
 
     async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
         """Write the stripes, then the header with NX, then make the stripes stay as long as it does.
@@ -197,15 +136,14 @@ class Values:
             await self._topology.ask(each_alone("UNLINK", names), deadline=deadline)
         return outcome
 
-    async def _move(
-        self, name: str, command: Command, num_bytes: int, deadline: Deadline, sink: Sink | None = None
-    ) -> Reply:
+    @asynccontextmanager
+    async def _granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
         grant = self._in_flight.try_take(num_bytes)
         if grant is None:
             async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
                 grant = await self._in_flight.take(num_bytes)
         try:
-            return await self._topology.move(name, command, deadline=deadline, sink=sink)
+            yield
         finally:
             self._in_flight.give_back(grant)
 
@@ -215,23 +153,10 @@ def each_alone(verb: str, names: Sequence[str]) -> list[tuple[str, Command]]:
     return [(name, (verb, name)) for name in names]
 
 
-def striped_header(packed: memoryview, key: RecordKey) -> HeaderV1 | None:
-    """The header of a striped record under `key`, or `None` when the bytes are not one."""
-    try:
-        header = HeaderV1.unpack(packed)
-    except (CorruptRecord, UnsupportedFormat):
-        return None
-    plausible = header.payload_bytes <= MAX_RECORD_BYTES - HEADER_BYTES
-    return header if header.key == key and plausible and is_striped(header) else None
-
-
-def _announced_bytes(first: memoryview) -> int | None:
-    """What a record that begins like this has in all, where that can be read and fits one value."""
-    try:
-        num_bytes = HEADER_BYTES + HeaderV1.unpack(first).payload_bytes
-    except (CorruptRecord, UnsupportedFormat):
-        return None
-    return num_bytes if PART_BYTES <= num_bytes <= STRIPE_BYTES else None
+def _check_string(reply: Reply, name: str) -> None:
+    if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
+        raise CorruptRecord("a foreign type of value stands under this name", name=name)
+    check_reply(reply)
 
 
 def _same_payload(stored: Reply, header: HeaderV1) -> bool:

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from benchmarks.pages import VALUE_OVERHEAD_BYTES
 from benchmarks.store import SECTIONS, main
 
 COLUMNS = {"what", "size_bytes", "in_flight", "gb_s", "ceiling", "ceiling_gb_s", "ratio", "cpu_s_per_gb"}
@@ -29,11 +28,9 @@ def test_rows_of_redis(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(row) == COLUMNS | ({"raw_get_gb_s", "raw_get_ratio"} if row["what"] == "redis_get" else set())
         assert row["gb_s"] > 0 and row["ceiling_gb_s"] > 0 and row["cpu_s_per_gb"] > 0
         # the ceiling has as many connections as the tier uses: one for each record under way, four at most
-        # the ceiling has as many connections as the tier uses: one for each value under way, four at most
-        values = row["in_flight"] * (2 if row["size_bytes"] - VALUE_OVERHEAD_BYTES > 4 << 20 else 1)
         if not row["what"].startswith("redispy"):
-            expected = "raw loopback TCP" if values == 1 else f"raw loopback TCP x {min(values, 4)}"
-            assert row["ceiling"] == expected
+            calls = row["in_flight"]
+            assert row["ceiling"] == ("raw loopback TCP" if calls == 1 else f"raw loopback TCP x {calls}")
 
 
 @pytest.mark.parametrize(

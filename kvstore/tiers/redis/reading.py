@@ -1,0 +1,205 @@
+"""What a record is read by: which commands, where their answers go, and its checksum on the way. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvstore.errors import CorruptRecord, UnsupportedFormat
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.names import format_name
+from kvstore.format.record import MAX_RECORD_BYTES, RunningChecksum
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.buffers import fresh_buffer
+from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
+from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, Part, is_striped, parts_behind, parts_of
+
+__all__ = ["Reading", "striped_header"]
+
+
+class Reading:
+    """One record, read part after part in their order, so that each piece is summed while it is in the cache.
+
+    The first part tells how much there is. A striped record's stripes follow its header.
+
+    Args:
+        key: The record's.
+        allocate: Returns the buffer for so many bytes; asked once, unless the record changes its size meanwhile.
+
+    Attributes:
+        name: The record's.
+        data: The whole record, once nothing is due any more; `None`: it is not there, or not all of it.
+        checksum: Of the payload in `data`.
+        striped: The header of a striped record, as it came.
+        is_empty: There is no such name, or an empty value: the command does not tell them apart.
+        error: What the server refused a command with.
+    """
+
+    def __init__(self, key: RecordKey, allocate: Callable[[int], memoryview]) -> None:
+        self.name = format_name(key)
+        self._key = key
+        self._allocate = allocate
+        self._buffer: memoryview | None = None
+        self.begin()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the record, as far as it is known; 0 before."""
+        return len(self._buffer) if self._buffer is not None else 0
+
+    def begin(self) -> None:
+        """Start anew, when nothing is due any more; in the same buffer where that fits."""
+        self.data: memoryview | None = None
+        self.checksum = b""
+        self.striped: bytes | None = None
+        self.is_empty = False
+        self.error: ErrorReply | None = None
+        self._sum = RunningChecksum()
+        self._skip = 0  # of what comes: of the header, which has a checksum of its own
+        self._first: memoryview | None = (
+            None  # the first answer, where it has to be seen before there is a place for it
+        )
+        self._is_first = True
+        self._is_incomplete = False
+        self._parts = deque([Part(self.name, 0, PART_BYTES - 1, 0, PART_BYTES)])
+        self._due: deque[Part] = deque()
+
+    def next(self) -> Command | None:
+        """The next command to send; `None`: nothing more for now."""
+        if not self._parts or self._is_incomplete or self.error is not None:
+            return None
+        part = self._parts.popleft()
+        self._due.append(part)
+        return ("GETRANGE", part.name, part.first, part.last)
+
+    def place(self, num_bytes: int, head: memoryview) -> memoryview | None:
+        """Where the answer that comes now belongs; `None`: it is of no use.
+
+        Args:
+            num_bytes: Of the answer.
+            head: What of it has come already.
+
+        Raises:
+            CorruptRecord: It has the wrong size, or tells none.
+            InvalidRequest: From `allocate`.
+        """
+        if self._is_incomplete or self.error is not None:
+            return None
+        part = self._due[0]
+        expected = part.stop - part.start
+        if num_bytes not in (0, expected) and not (self._is_first and num_bytes < expected):
+            raise CorruptRecord("a value has the wrong size", expected=expected, seen=num_bytes)
+        if self._is_first:
+            return self._place_first(num_bytes, head)
+        assert self._buffer is not None
+        return self._buffer[part.start : part.start + num_bytes]
+
+    def received(self, piece: memoryview) -> None:
+        """Told of all that is received in place, in its order."""
+        if self._first is not None:
+            return
+        if self._skip:
+            skipped = min(self._skip, len(piece))
+            self._skip -= skipped
+            piece = piece[skipped:]
+        self._sum.update(piece)
+
+    def answered(self, reply: Reply) -> None:
+        """Told of each whole answer: what was received in its place, `None` for what had none, or an error.
+
+        Raises:
+            CorruptRecord: It tells no size.
+            InvalidRequest: From `allocate`.
+        """
+        self._due.popleft()
+        if isinstance(reply, ErrorReply):
+            self.error = self.error or reply
+        elif isinstance(reply, memoryview):
+            if self._is_first:
+                self._end_first(len(reply))
+            elif not len(reply):
+                self._is_incomplete = True
+        is_open = self._due or self._parts or self._is_first
+        if not (is_open or self._is_incomplete or self.is_empty or self.error is not None):
+            self.data = self._buffer
+            self.checksum = self._sum.digest()
+
+    def take(self, reply: Reply) -> None:
+        """An answer that was received elsewhere; errors as `place`."""
+        if isinstance(reply, memoryview):
+            place = self.place(len(reply), reply)
+            if place is not None:
+                place[:] = reply
+                self.received(place)
+            reply = place
+        self.answered(reply)
+
+    def _place_first(self, num_bytes: int, head: memoryview) -> memoryview | None:
+        if num_bytes == HEADER_BYTES or (num_bytes == PART_BYTES and len(head) < HEADER_BYTES):
+            self._first = fresh_buffer(num_bytes)
+            return self._first
+        if num_bytes == PART_BYTES:
+            return self._place_beginning(head)
+        if not num_bytes:
+            return fresh_buffer(0)
+        self._skip = HEADER_BYTES
+        return self._take_buffer(num_bytes)
+
+    def _place_beginning(self, head: memoryview) -> memoryview:
+        """The place of a value's first part, which begins with `head`; what follows it is to be asked for."""
+        num_bytes = _announced_bytes(head)
+        self._skip = HEADER_BYTES
+        self._parts.extend(parts_behind(self.name, num_bytes))
+        return self._take_buffer(num_bytes)[:PART_BYTES]
+
+    def _end_first(self, num_bytes: int) -> None:
+        self._is_first = False
+        first, self._first = self._first, None
+        if not num_bytes:
+            self.is_empty = True
+        elif first is not None and num_bytes == PART_BYTES:
+            place = self._place_beginning(first)
+            place[:] = first
+            self.received(place)
+        elif first is not None:
+            self._end_header(first)
+
+    def _end_header(self, packed: memoryview) -> None:
+        """A header alone: a striped record's, or a record without payload, or damaged."""
+        header = striped_header(packed, self._key)
+        if header is None:
+            self._take_buffer(HEADER_BYTES)[:] = packed
+            return
+        self.striped = bytes(packed)
+        self._take_buffer(HEADER_BYTES + header.payload_bytes)[:HEADER_BYTES] = packed
+        self._parts.extend(parts_of(header))
+
+    def _take_buffer(self, num_bytes: int) -> memoryview:
+        if self._buffer is None or len(self._buffer) != num_bytes:
+            self._buffer = self._allocate(num_bytes)
+        return self._buffer
+
+
+def striped_header(packed: memoryview, key: RecordKey) -> HeaderV1 | None:
+    """The header of a striped record under `key`, or `None` when the bytes are not one."""
+    try:
+        header = HeaderV1.unpack(packed)
+    except (CorruptRecord, UnsupportedFormat):
+        return None
+    plausible = header.payload_bytes <= MAX_RECORD_BYTES - HEADER_BYTES
+    return header if header.key == key and plausible and is_striped(header) else None
+
+
+def _announced_bytes(first: memoryview) -> int:
+    """What a record that is one value, and begins with this part, has in all.
+
+    Raises:
+        CorruptRecord: That cannot be read, or no value of ours has so much.
+    """
+    try:
+        num_bytes = HEADER_BYTES + HeaderV1.unpack(first[:HEADER_BYTES]).payload_bytes
+    except UnsupportedFormat as error:
+        raise CorruptRecord(error.message, **error.details) from error
+    if not PART_BYTES <= num_bytes <= STRIPE_BYTES:
+        raise CorruptRecord("a value is not as long as its header says", expected=num_bytes)
+    return num_bytes
