@@ -228,8 +228,10 @@ async def _look_at_catalog(
 
 
 @asynccontextmanager
-async def open_catalog(settings: Settings, *, clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Catalog]:
-    """The catalog of what the settings' tiers hold: in the hot Redis, or in a file beside the records.
+async def open_catalog(
+    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False
+) -> AsyncIterator[Catalog]:
+    """The catalog of the settings' tiers: in the hot Redis, or in a file, also as a guest of whoever keeps that one.
 
     Raises:
         InvalidRequest: There is neither.
@@ -245,7 +247,7 @@ async def open_catalog(settings: Settings, *, clock: Clock = SYSTEM_CLOCK) -> As
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite import SqliteCatalog
 
-            catalog = await SqliteCatalog.open(cold.path / "catalog.db", clock=clock)
+            catalog = await SqliteCatalog.open(cold.path / "catalog.db", clock=clock, is_guest=is_guest)
             try:
                 yield catalog
             finally:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.catalog.entry import EntryTable, Level
+from kvstore.catalog.totals import LevelTotals, NamespaceTotals
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
@@ -22,6 +23,7 @@ __all__ = [
     "LevelTotals",
     "NamespaceTotals",
     "Removal",
+    "Step",
     "Tombstone",
     "Use",
 ]
@@ -150,43 +152,6 @@ class BoundaryEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class LevelTotals:
-    """What one level holds.
-
-    Attributes:
-        num_boundaries: Boundaries with at least one record there.
-        num_records: Records.
-        num_bytes: Their bytes, headers included.
-    """
-
-    num_boundaries: int = 0
-    num_records: int = 0
-    num_bytes: int = 0
-
-    def __add__(self, other: LevelTotals) -> LevelTotals:
-        return LevelTotals(
-            self.num_boundaries + other.num_boundaries,
-            self.num_records + other.num_records,
-            self.num_bytes + other.num_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceTotals:
-    """What one namespace holds.
-
-    Attributes:
-        tenant: Whose it is.
-        num_boundaries: Entries; one with records at both levels counts once.
-        levels: For each level.
-    """
-
-    tenant: str = ""
-    num_boundaries: int = 0
-    levels: tuple[LevelTotals, ...] = field(default_factory=lambda: tuple(LevelTotals() for _ in Level))
-
-
-@dataclass(frozen=True, slots=True)
 class Tombstone:
     """Something that left a level.
 
@@ -224,6 +189,21 @@ class Leaving:
     below: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of a namespace's entries.
+
+    Attributes:
+        prefixes: The boundaries, in the order of `table`; perhaps none.
+        table: Their entries.
+        cursor: Where the next step goes on; `None`: that was the last one.
+    """
+
+    prefixes: Sequence[PrefixHash]
+    table: EntryTable
+    cursor: str | None
+
+
 class Catalog(ABC):
     """Keeps one entry per boundary. All methods belong to one event loop and may be called concurrently.
 
@@ -257,6 +237,21 @@ class Catalog(ABC):
     @abstractmethod
     def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         """Every entry of a namespace, in no order; ones that come or go meanwhile may or may not be seen."""
+
+    @abstractmethod
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        """Some of a namespace's entries, about `count` at most: a walk over all of them, a bounded piece at a time, in
+        no order. One that comes or goes meanwhile may or may not be seen, one may be seen twice.
+
+        Args:
+            namespace: Whose entries.
+            cursor: From the last step; empty: from the start.
+            count: How many are looked at; there may be none among them.
+            deadline: When to give up.
+
+        Raises:
+            InvalidRequest: No cursor of this catalog, or not any more.
+        """
 
     @abstractmethod
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:

@@ -192,6 +192,25 @@ class EntryTable:
         leaving = (self.data[:, LEAVING_AT] >> level & 1).astype(bool)
         return np.where(leaving[:, None], np.uint8(0), rows) if leaving.any() else rows
 
+    def numbers(self, at: int) -> npt.NDArray[np.int64]:
+        """[boundaries]: the field of 4 bytes that begins at `at`, like `HITS_AT`."""
+        found: npt.NDArray[np.int64] = self.data[:, at : at + 4].copy().view("<u4")[:, 0].astype(np.int64)
+        return found
+
+    def level_bytes(self, level: Level) -> npt.NDArray[np.int64]:
+        """[boundaries]: bytes of the records at a level."""
+        start = self.shape.sum_at(level, 0)
+        sums = self.data[:, start : start + SUM_BYTES * len(self.shape.num_slices)].astype(np.int64)
+        places = np.tile(8 * np.arange(SUM_BYTES), len(self.shape.num_slices))
+        found: npt.NDArray[np.int64] = (sums << places).sum(axis=1)
+        return found
+
+    def has_parent(self, parent: PrefixHash) -> npt.NDArray[np.bool_]:
+        """[boundaries]: whether this is the boundary before it."""
+        wanted = np.frombuffer(parent, dtype=np.uint8)
+        found: npt.NDArray[np.bool_] = (self.data[:, PARENT_AT : PARENT_AT + PREFIX_BYTES] == wanted).all(axis=1)
+        return found
+
     def leaves(self, index: int, level: Level) -> bool:
         """Whether the records of one boundary at a level are being deleted."""
         return bool(self.data[index][LEAVING_AT] >> level & 1)

@@ -16,6 +16,7 @@ from kvstore.catalog.base import (
     Leaving,
     NamespaceTotals,
     Removal,
+    Step,
     Tombstone,
     Use,
 )
@@ -90,6 +91,12 @@ class RedisCatalog(Catalog):
             for prefix, data in zip(prefixes, entries, strict=True):
                 if data is not None:
                     yield entry_of(shape, namespace, prefix, data)
+
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        shape = self._shape(namespace)
+        names, after = await self._nodes.scan_step(f"{_ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
+        prefixes = [prefix for prefix in dict.fromkeys(map(_prefix_of, names)) if prefix is not None]
+        return Step(prefixes, EntryTable.of(shape, await self._entries(namespace, prefixes, deadline)), after)
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         self._check_open()

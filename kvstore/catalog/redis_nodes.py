@@ -20,6 +20,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from kvstore.catalog.cursors import numbers_of_cursor
 from kvstore.catalog.redis_scripts import ALL
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -95,6 +96,24 @@ class RedisNodes:
                     yield names
                 if int(cursor) == 0:
                     break
+
+    async def scan_step(
+        self, pattern: str, cursor: str, count: int, *, deadline: Deadline
+    ) -> tuple[list[bytes], str | None]:
+        """Names that fit a pattern among the next `count` of one node, and where to go on: node by node, `None` behind
+        the last.
+
+        Raises:
+            InvalidRequest: Not a cursor of as many nodes.
+        """
+        with _translated():
+            async with deadline.scope("scanning the catalog in Redis"):
+                nodes = sorted(await self._primaries(), key=lambda node: "" if node is None else str(node.name))
+                index, place = numbers_of_cursor(cursor, len(nodes))
+                command = ("SCAN", place, "MATCH", pattern, "COUNT", count)
+                ((after, names),) = await self._exchange(nodes[index], [command], strict=True)
+        index += 0 if int(after) else 1
+        return names, f"{len(nodes)}.{index}.{int(after)}" if index < len(nodes) else None
 
     async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
         """Some names of whatever kind, about `count`: each call goes on behind the last one, round and round."""

@@ -15,12 +15,15 @@ from kvstore.catalog.base import (
     LevelTotals,
     NamespaceTotals,
     Removal,
+    Step,
     Tombstone,
     Use,
 )
 from kvstore.catalog.changes import EntryEdit, entry_of, packed_with
+from kvstore.catalog.cursors import bytes_of_cursor
 from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, EntryShape, EntryTable, Level
 from kvstore.catalog.sqlite_file import SqliteFile
+from kvstore.catalog.sqlite_schema import SCHEMA, VERSION
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
@@ -32,21 +35,6 @@ __all__ = ["SqliteCatalog"]
 _TOMBSTONES = 16384
 _BATCH = 512
 _PAGE_S = 10.0
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-  namespace BLOB, prefix BLOB, data BLOB NOT NULL, PRIMARY KEY (namespace, prefix)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS totals (
-  namespace BLOB, level INTEGER, boundaries INTEGER, records INTEGER, bytes INTEGER, PRIMARY KEY (namespace, level)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS namespaces (namespace BLOB PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS tombstones (
-  number INTEGER PRIMARY KEY, namespace BLOB, prefix BLOB, level INTEGER, "group" INTEGER, slice INTEGER,
-  bytes INTEGER, reason INTEGER, at_s INTEGER
-);
-"""
-_VERSION = 1
 _ENTRIES = -1
 """The row of totals that counts entries, as boundaries."""
 
@@ -59,21 +47,22 @@ class SqliteCatalog(Catalog):
     Args:
         path: The file; made when it is not there.
         clock: For first and last use.
+        is_guest: Somebody else keeps the file: it is neither made nor put aside here.
 
     Raises:
         Unavailable: The file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> None:
         self._clock = clock
         self._shapes: dict[NamespaceId, EntryShape] = {}
         self._tenants: dict[NamespaceId, str] = {}
-        self._file = SqliteFile(path, _SCHEMA, _VERSION, self._begun_anew)
+        self._file = SqliteFile(path, SCHEMA, VERSION, self._begun_anew, is_guest=is_guest)
 
     @classmethod
-    async def open(cls, path: Path, *, clock: Clock = SYSTEM_CLOCK) -> SqliteCatalog:
+    async def open(cls, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> SqliteCatalog:
         """As the constructor, off the event loop."""
-        return await asyncio.to_thread(cls, path, clock=clock)
+        return await asyncio.to_thread(cls, path, clock=clock, is_guest=is_guest)
 
     def _begun_anew(self) -> None:
         self._file.db.executemany("INSERT INTO namespaces VALUES (?, ?)", list(self._tenants.items()))
@@ -130,6 +119,17 @@ class SqliteCatalog(Catalog):
             if len(rows) < _BATCH:
                 return
             after = rows[-1][0]
+
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        shape, after = self._shape(namespace), bytes_of_cursor(cursor)
+        query = "SELECT prefix, data FROM entries WHERE namespace = ? AND prefix > ? ORDER BY prefix LIMIT ?"
+
+        def read() -> Step:
+            rows = self._file.db.execute(query, (namespace, after, count)).fetchall()
+            table = EntryTable.of(shape, [data for _, data in rows])
+            return Step([prefix for prefix, _ in rows], table, rows[-1][0].hex() if len(rows) == count else None)
+
+        return await self._file.run(read, deadline)
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         return await self._file.run(self._read_tenants, deadline)

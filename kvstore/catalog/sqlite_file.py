@@ -34,24 +34,29 @@ class SqliteFile:
         schema: Statements that make the tables.
         version: Of the schema, kept in the file.
         begun_anew: Called in the thread after a damaged file was replaced while it was in use.
+        is_guest: Somebody else keeps the file: it is not made here, nor put aside, and followed when it is replaced.
 
     Raises:
         Unavailable: The file cannot be opened.
     """
 
-    def __init__(self, path: Path, schema: str, version: int, begun_anew: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, schema: str, version: int, begun_anew: Callable[[], None], *, is_guest: bool = False
+    ) -> None:
         self._path = path
         self._schema = schema
         self._version = version
         self._begun_anew = begun_anew
+        self._is_guest = is_guest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-catalog")
         self._closed = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_guest:
+                path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self.db = self._connect()
             except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):  # no permission, no space: not the file's fault
+                if is_guest or isinstance(error, sqlite3.OperationalError):  # no permission: not the file's fault
                     raise
                 self._put_aside(error)
                 self.db = self._connect()
@@ -63,12 +68,16 @@ class SqliteFile:
             ) from error
 
     def _connect(self) -> sqlite3.Connection:
+        if self._is_guest:
+            self._inode = self._path.stat().st_ino
         database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (num_tables,) = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            if num_tables and version != self._version:
+            if version != self._version and (num_tables or self._is_guest):
                 raise sqlite3.DatabaseError(f"version {version} of the catalog, expected {self._version}")
+            if self._is_guest:
+                return database
             pragmas = f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={self._version};"
             database.executescript(pragmas + self._schema)
         except BaseException:
@@ -120,10 +129,13 @@ class SqliteFile:
             ) from error
 
     def _guarded(self, work: Callable[[], T]) -> T:
+        if self._is_guest and self._path.stat().st_ino != self._inode:  # it was put aside and begun anew
+            self.db.close()
+            self.db = self._connect()
         try:
             return work()
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", None) in _DAMAGE:
+            if getattr(error, "sqlite_errorcode", None) in _DAMAGE and not self._is_guest:
                 with suppress(sqlite3.Error):
                     self.db.close()
                 self._put_aside(error)

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from kvstore.catalog.base import Addition, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import HITS_AT, TOKENS_AT, Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent
@@ -225,6 +225,33 @@ class CatalogContract:
             LevelTotals(*(counted[level, what] for what in ("boundaries", "records", "bytes"))) for level in Level
         ]
         assert await _levels(other) == (num_entries, *levels)
+
+    async def test_a_walk_in_steps_sees_every_entry(self, catalog: Catalog) -> None:
+        """Piece by piece with a cursor: all entries of the namespace as a lookup tells them, none of another one."""
+        await _open(catalog)
+        second = describe(_LAYOUT, "another", tenant="t")
+        await catalog.register(second.id, _LAYOUT, "t", deadline=_soon())
+        await catalog.add([Addition(RecordKey(second.id, _prefix(64), 0, 0), Level.COLD, 5, 64)], deadline=_soon())
+        added = [_added(64 * i, i % 3, level=Level(i % 2), num_bytes=70_000 + i) for i in range(1, 100)]
+        await catalog.add(added, deadline=_soon())
+        await catalog.use(_NAMESPACE, [Use(one.key.prefix, one.tokens // 64) for one in added], deadline=_soon())
+        seen: dict[PrefixHash, tuple[int, ...]] = {}
+        cursor: str | None = ""
+        while cursor is not None:
+            step = await catalog.step(_NAMESPACE, cursor, count=7, deadline=_soon())
+            numbers = (step.table.numbers(at).tolist() for at in (TOKENS_AT, HITS_AT))
+            sizes = (step.table.level_bytes(level).tolist() for level in Level)
+            seen.update(zip(step.prefixes, zip(*numbers, *sizes, strict=True), strict=True))
+            cursor = step.cursor
+        assert seen == {
+            one.key.prefix: (one.tokens, one.tokens // 64, *(one.num_bytes * (one.level is level) for level in Level))
+            for one in added
+        }
+        table = await catalog.lookup(_NAMESPACE, [_prefix(64 * i) for i in range(1, 100)], deadline=_soon())
+        assert [i for i, is_it in enumerate(table.has_parent(_prefix(64 * 7)), 1) if is_it] == [8]
+        for wrong in ("x", "00", "1.7.0", "9" * 90):
+            with pytest.raises(InvalidRequest, match="begin again"):
+                await catalog.step(_NAMESPACE, wrong, count=7, deadline=_soon())
 
     async def test_iteration_sees_every_entry_once(self, catalog: Catalog) -> None:
         """More entries than one batch, and none of another namespace."""

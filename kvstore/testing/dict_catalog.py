@@ -15,10 +15,12 @@ from kvstore.catalog.base import (
     LevelTotals,
     NamespaceTotals,
     Removal,
+    Step,
     Tombstone,
     Use,
 )
 from kvstore.catalog.changes import EntryEdit, entry_of, packed_with
+from kvstore.catalog.cursors import bytes_of_cursor
 from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, EntryShape, EntryTable, Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import NamespaceId, PrefixHash
@@ -140,6 +142,16 @@ class DictCatalog(Catalog):
             for prefix, data in zip(batch, await self._run("iterate", read, self._step()), strict=True):
                 if data is not None:
                     yield entry_of(shape, namespace, prefix, data)
+
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        shape, entries, after = self._shape(namespace), self._books.entries, bytes_of_cursor(cursor)
+
+        def read() -> Step:
+            prefixes = sorted(prefix for of, prefix in entries if of == namespace and prefix > after)[:count]
+            table = EntryTable.of(shape, [entries[namespace, prefix] for prefix in prefixes])
+            return Step(prefixes, table, prefixes[-1].hex() if len(prefixes) == count else None)
+
+        return await self._run("step", read, deadline)
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         return await self._run("namespaces", lambda: dict(self._books.tenants), deadline)

@@ -1,0 +1,44 @@
+"""Where a walk over a catalog's entries goes on, as text. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import PREFIX_BYTES
+
+__all__ = ["bytes_of_cursor", "numbers_of_cursor"]
+
+_NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
+
+
+def bytes_of_cursor(cursor: str) -> bytes:
+    """The prefix that the last step ended with; nothing at the start.
+
+    Raises:
+        InvalidRequest: Not a cursor.
+    """
+    try:
+        after = bytes.fromhex(cursor)
+    except ValueError:
+        after = b"?"
+    if len(after) not in (0, PREFIX_BYTES):
+        raise InvalidRequest("not a cursor of this catalog: begin again without one", field="cursor", seen=cursor[:80])
+    return after
+
+
+def numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
+    """The node and its own cursor.
+
+    Raises:
+        InvalidRequest: Not a cursor, or one of a cluster that had another number of nodes.
+    """
+    if not cursor:
+        return 0, 0
+    match = _NUMBERS.fullmatch(cursor)
+    of, node, scan = (int(part) for part in match.groups()) if match is not None else (0, 0, 0)
+    if of != num_nodes or node >= num_nodes or scan >= 1 << 64:
+        raise InvalidRequest(
+            "not a cursor of this catalog, or not any more: begin again", field="cursor", seen=cursor[:80]
+        )
+    return node, scan
