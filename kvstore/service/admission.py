@@ -8,7 +8,7 @@ import socket
 import struct
 
 from kvstore.errors import InvalidRequest
-from kvstore.service.credentials import Credentials
+from kvstore.service.credentials import Credentials, Grant
 from kvstore.wire.protocol import FrameConnection
 
 __all__ = ["NO_TENANT", "PeerAdmission"]
@@ -16,6 +16,7 @@ __all__ = ["NO_TENANT", "PeerAdmission"]
 NO_TENANT = ""
 """The tenant of peers that are admitted without a credential of their own."""
 
+_ANYBODY = Grant(NO_TENANT)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
@@ -31,8 +32,8 @@ class PeerAdmission:
         self._token = token.encode()
         self._credentials = credentials or Credentials()
 
-    def check(self, connection: FrameConnection, token: str) -> str:
-        """The peer's tenant.
+    def check(self, connection: FrameConnection, token: str) -> Grant:
+        """Whose the peer is, and what it may do.
 
         Raises:
             InvalidRequest: Another user's process on the Unix socket, or a token that nobody has; on TCP also none.
@@ -45,12 +46,12 @@ class PeerAdmission:
             )
             if user not in (0, os.geteuid()):
                 raise InvalidRequest("this Unix socket serves its own user only", expected=os.geteuid(), seen=user)
-        if token and (tenant := self._credentials.tenant_of(token)) is not None:
-            return tenant
+        if token and (grant := self._credentials.grant_of(token)) is not None:
+            return grant
         if self._token and hmac.compare_digest(self._token, token.encode()):
-            return NO_TENANT
+            return _ANYBODY
         if not token and is_local:
-            return NO_TENANT
+            return _ANYBODY
         if not self._credentials and (is_local or not self._token):
-            return NO_TENANT  # nobody was asked for a token
+            return _ANYBODY  # nobody was asked for a token
         raise InvalidRequest("the token is wrong: name a token of this service in token_file", field="token")

@@ -1,48 +1,148 @@
-"""Whose token is whose: the credentials file, which holds digests of tokens and never a token."""
+"""Whose token is whose, and what it may do: the credentials file, which holds digests of tokens and never a token."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import logging
 import os
 import re
+import secrets
+import threading
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidRequest
 
-__all__ = ["Credentials", "read_credentials"]
+__all__ = ["ALL_TENANTS", "Credentials", "CredentialsFile", "Grant", "Scope", "read_credentials"]
+
+ALL_TENANTS = "*"
+"""What the file calls the tenant of an operator's token."""
+
+_log = logging.getLogger(__name__)
 
 _SHA256_HEX = re.compile("[0-9a-f]{64}")
 _TENANT = re.compile(r"[!-~]{1,128}")
-_FIELDS = ("tenant", "token_sha256")
+_FIELDS = ("tenant", "token_sha256", "scopes")
 _FILE_BYTES_MAX = 16 << 20
+
+
+class Scope(Enum):
+    """What a token may be used for. `save` and `admin` include `read`, neither includes the other."""
+
+    READ = "read"
+    """Look up and load; on the admin port: look."""
+    SAVE = "save"
+    """Save and discard."""
+    ADMIN = "admin"
+    """Pin and delete, on the admin port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a token is good for.
+
+    Attributes:
+        tenant: Whose it is; `None`: an operator's, for all tenants.
+        scopes: What it may do; `READ` is always among them.
+        name: What logs call its holder; nothing that helps to guess the token.
+    """
+
+    tenant: str | None
+    scopes: frozenset[Scope] = frozenset({Scope.READ, Scope.SAVE})
+    name: str = ""
+
+    def sees(self, tenant: str) -> bool:
+        """Whether what belongs to a tenant is there for it."""
+        return self.tenant is None or self.tenant == tenant
 
 
 class Credentials:
     """Tells tenants by their tokens.
 
+    The file holds SHA-256 of the tokens, without salt and stretching: a token is 32 random bytes, which nobody finds by
+    trying, however quick the trying; what salt and stretching protect is what people make up.
+
     Args:
-        tenants: By the SHA-256 of a token, in hex, the tenant that shows it. A tenant may have several tokens.
+        grants: By the SHA-256 of a token, in hex, what it is good for, or just its tenant. A tenant may have several.
     """
 
-    def __init__(self, tenants: Mapping[str, str] | None = None) -> None:
-        self._tenants = dict(tenants or {})
+    def __init__(self, grants: Mapping[str, Grant | str] | None = None) -> None:
+        # under names made with a key that nobody knows, so that the time of a look-up tells nothing about a digest
+        self._key = secrets.token_bytes(32)  # not a seeded generator: whoever knows it could time look-ups again
+        self._grants = {
+            self._name(digest): grant if isinstance(grant, Grant) else Grant(grant, name=_name_of(digest, grant))
+            for digest, grant in (grants or {}).items()
+        }
 
     def __len__(self) -> int:
-        return len(self._tenants)
+        return len(self._grants)
 
-    def tenant_of(self, token: str) -> str | None:
-        """The tenant of a token, or `None` for a token that is nobody's.
+    def grant_of(self, token: str) -> Grant | None:
+        """What a token is good for; `None` for a token that is nobody's.
 
-        Takes as long for a token that is nearly right as for any other: digests are compared, not tokens.
+        Takes as long for a token that is nearly right as for any other.
         """
-        return self._tenants.get(hashlib.sha256(token.encode()).hexdigest())
+        return self._grants.get(self._name(hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()))
+
+    def _name(self, digest: str) -> bytes:
+        return hmac.digest(self._key, digest.encode(), "sha256")
+
+
+class CredentialsFile(Credentials):
+    """The credentials of a file, read again when it has changed: tokens come and go without a restart.
+
+    A file that turns out wrong, or is gone, is an error in the log, and what was read before goes on to count: a typing
+    mistake locks nobody out. What was revoked in such a file is revoked when it is mended. May be asked from any
+    thread.
+
+    Raises:
+        InvalidRequest: It is wrong at the start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._lock = threading.Lock()
+        self._seen = _signature(path)
+        self._current = read_credentials(path)
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def grant_of(self, token: str) -> Grant | None:
+        """As `Credentials.grant_of`, by what the file says now."""
+        self._refresh()
+        return self._current.grant_of(token)
+
+    def _refresh(self) -> None:
+        with self._lock:
+            signature = _signature(self._path)
+            if signature == self._seen:
+                return
+            self._seen = signature
+            try:
+                self._current = read_credentials(self._path)
+            except InvalidRequest as error:
+                _log.error("the credentials stay as they were, the file cannot be used: %s", error)
+            else:
+                _log.info("credentials read again path=%s tokens=%d", self._path, len(self._current))
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_mode
 
 
 def read_credentials(path: Path) -> Credentials:
-    """Read a TOML file of `[[credential]]` tables, each with `tenant` and `token_sha256`.
+    """Read a TOML file of `[[credential]]` tables, each with `tenant`, `token_sha256` and perhaps `scopes`.
 
     Raises:
         InvalidRequest: It cannot be read, others than its owner may write it, or an entry is wrong; the message names
@@ -62,15 +162,17 @@ def read_credentials(path: Path) -> Credentials:
     if unknown or not isinstance(entries, list):
         seen = ", ".join(unknown) or type(entries).__name__
         raise InvalidRequest("expected [[credential]] tables and nothing else", path=path, seen=seen)
-    tenants: dict[str, str] = {}
+    grants: dict[str, Grant] = {}
     for number, entry in enumerate(entries, 1):
-        digest, tenant = _read_entry(entry, f"credential {number} of {path}")
-        if tenants.setdefault(digest, tenant) != tenant:
-            raise InvalidRequest("one token cannot be two tenants", entry=f"credential {number} of {path}")
-    return Credentials(tenants)
+        digest, grant = _read_entry(entry, f"credential {number} of {path}")
+        if grants.setdefault(digest, grant) != grant:
+            raise InvalidRequest(
+                "one token cannot be two tenants, or have two lists of scopes", entry=f"credential {number} of {path}"
+            )
+    return Credentials(grants)
 
 
-def _read_entry(entry: Any, where: str) -> tuple[str, str]:
+def _read_entry(entry: Any, where: str) -> tuple[str, Grant]:
     if not isinstance(entry, dict):
         raise InvalidRequest("expected a table", entry=where)
     for name in entry:
@@ -82,4 +184,17 @@ def _read_entry(entry: Any, where: str) -> tuple[str, str]:
         raise InvalidRequest("expected 64 lower-case hex digits", entry=where, field="token_sha256")
     if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant):
         raise InvalidRequest("expected 1 to 128 printable ASCII characters, no space", entry=where, field="tenant")
-    return digest, tenant
+    scopes = _read_scopes(entry.get("scopes", [Scope.READ.value, Scope.SAVE.value]), where)
+    return digest, Grant(None if tenant == ALL_TENANTS else tenant, scopes, _name_of(digest, tenant))
+
+
+def _read_scopes(given: Any, where: str) -> frozenset[Scope]:
+    known = [scope.value for scope in Scope]
+    if not isinstance(given, list) or not given or not all(one in known for one in given):
+        raise InvalidRequest(f"expected a list of {', '.join(known)}", entry=where, field="scopes", seen=given)
+    return frozenset({Scope.READ, *map(Scope, given)})
+
+
+def _name_of(digest: str, tenant: str) -> str:
+    """The first digits tell tokens of one tenant apart, and are of no use to whoever reads the log."""
+    return f"{tenant}/{digest[:8]}"

@@ -13,7 +13,7 @@ from typing import Any
 from kvstore.client.embedded import default_directory, private_socket_path
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.service.credentials import read_credentials
+from kvstore.service.credentials import CredentialsFile
 from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
 from kvstore.service.running import run_service
 from kvstore.service.server import Server
@@ -33,7 +33,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
         KVStoreError: It cannot start; the message says what to change.
     """
     token = read_token(settings.token_file) if settings.token_file is not None else ""
-    credentials = read_credentials(settings.credentials_file) if settings.credentials_file is not None else None
+    credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and not credentials:
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
     run_service(

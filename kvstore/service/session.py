@@ -17,6 +17,7 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
+from kvstore.service.credentials import Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import ServiceLimits
 from kvstore.wire import messages
@@ -35,8 +36,8 @@ _SAVES_LINGER_S = 10.0
 class Admission(Protocol):
     """Decides whether a peer may talk to this service."""
 
-    def check(self, connection: FrameConnection, token: str) -> str:
-        """The peer's tenant; raises `InvalidRequest` for a peer that may not."""
+    def check(self, connection: FrameConnection, token: str) -> Grant:
+        """Whose the peer is, and what it may do; raises `InvalidRequest` for a peer that may not talk at all."""
         ...
 
 
@@ -69,6 +70,7 @@ class Session:
         self.client = ""
         self.role = ""
         self.tenant = ""
+        self._may_save = False
         self.leases: set[LeaseId] = set()
         self._greeted = False
         self._answers = answers
@@ -140,7 +142,8 @@ class Session:
             raise InvalidRequest("the first message must be a hello", type=message.type)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        self.tenant = self._admission.check(self.connection, message.token)
+        grant = self._admission.check(self.connection, message.token)
+        self.tenant, self._may_save = grant.tenant or NO_TENANT, Scope.SAVE in grant.scopes
         self._greeting.cancel()
         self._greeted, self.client, self.role = True, message.client[:128], message.role[:16]
         self.connection.post(
@@ -165,6 +168,8 @@ class Session:
             raise InvalidRequest("a request id is still in use", id=request.id)
         if len(self._running) >= self._limits.max_requests:
             error = Unavailable("too many requests in flight on this connection", limit=self._limits.max_requests)
+        elif isinstance(request, messages.Save | messages.Discard) and not self._may_save:
+            error = InvalidRequest("the token may not save or discard: give it the scope save", field="token")
         elif isinstance(request, messages.Save) and receipt.dropped:
             error = Unavailable("no room to receive this record before its deadline")
         if error is not None:

@@ -16,6 +16,7 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.runtime.budget import ByteBudget
 from kvstore.service.answers import Answers
+from kvstore.service.credentials import Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.session import Session
 from kvstore.testing.dict_store import DictStore
@@ -203,8 +204,8 @@ class Pipe(asyncio.Transport):
 
 
 class AnyPeer:
-    def check(self, connection: FrameConnection, token: str) -> str:
-        return ""
+    def check(self, connection: FrameConnection, token: str) -> Grant:
+        return Grant("")
 
 
 def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials, read_credentials
+from kvstore.service.credentials import Credentials, CredentialsFile, Scope, read_credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -114,7 +114,8 @@ def test_credentials_file(tmp_path: Path) -> None:
     """Tenants with one or several tokens; a token of nobody is nobody's."""
     path = write(tmp_path, entry("red", "1") + entry("red", "2") + entry("blue", "3"))
     credentials = read_credentials(path)
-    assert [credentials.tenant_of(token) for token in ("1", "2", "3", "4", "")] == ["red", "red", "blue", None, None]
+    grants = [credentials.grant_of(token) for token in ("1", "2", "3", "4", "")]
+    assert [grant and grant.tenant for grant in grants] == ["red", "red", "blue", None, None]
     assert len(credentials) == 3
 
 
@@ -126,6 +127,9 @@ def test_credentials_file(tmp_path: Path) -> None:
         (entry("", "1"), "field=tenant"),
         (entry("two words", "1"), "field=tenant"),
         (entry("red", "1") + "scope = 'all'", "field=scope"),
+        (entry("red", "1") + "scopes = ['read', 'all']", "list of read, save, admin"),
+        (entry("red", "1") + "scopes = []", "field=scopes"),
+        (entry("red", "1") + entry("red", "1") + "scopes = ['admin']", "two lists of scopes"),
         (entry("red", "1") + entry("blue", "1"), "one token cannot be two tenants"),
         ("tokens = 1", "seen=tokens"),
         ("[credential]\ntenant = 'red'", "expected"),
@@ -137,6 +141,53 @@ def test_wrong_credentials_files(tmp_path: Path, text: str, match: str) -> None:
     with pytest.raises(InvalidRequest, match=match) as caught:
         read_credentials(write(tmp_path, text))
     assert "the token itself" not in str(caught.value)
+
+
+def test_scopes(tmp_path: Path) -> None:
+    """Without scopes a token reads and saves; `admin` does not save; `*` is an operator, of no tenant."""
+    text = entry("red", "1") + entry("red", "2") + "scopes = ['admin']\n" + entry("*", "3") + "scopes = ['read']\n"
+    credentials = read_credentials(write(tmp_path, text))
+    found = [credentials.grant_of(token) for token in "123"]
+    assert [(grant.tenant, grant.scopes) for grant in found if grant is not None] == [
+        ("red", {Scope.READ, Scope.SAVE}),
+        ("red", {Scope.READ, Scope.ADMIN}),
+        (None, {Scope.READ}),
+    ]
+
+
+async def test_a_token_without_the_scope_may_not_save(tmp_path: Path) -> None:
+    """It opens its namespace and looks up; a save and a discard are refused by name."""
+    path = write(tmp_path, entry("red", "1") + "scopes = ['read']")
+    async with AsyncExitStack() as stack:
+        behind = TieredStore(MemoryTier(8 << 20), limits=StoreLimits(stage_bytes=4 << 20))
+        stack.push_async_callback(behind.aclose)
+        server = Server(behind, credentials=read_credentials(path))
+        stack.push_async_callback(server.aclose)
+        await server.listen([parse_address("tcp://127.0.0.1:0")])
+        store = connect(str(server.addresses[0]), token="1")
+        stack.push_async_callback(store.aclose)
+        prompt = Prompt(ATTENTION, "a", 128, tenant="red")
+        await store.open_namespace(prompt.description, deadline=soon())
+        assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
+        record = prompt.records()[0]
+        for attempt in (store.save(record, deadline=soon()), store.discard(record.key, "spite", deadline=soon())):
+            with pytest.raises(InvalidRequest, match="scope save"):
+                await attempt
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens come and go at once; a wrong file is said once and changes nothing until it is mended."""
+    credentials = CredentialsFile(write(tmp_path, entry("red", "1")))
+    write(tmp_path, entry("red", "2"))
+    assert credentials.grant_of("1") is None
+    assert credentials.grant_of("2") is not None
+    path = write(tmp_path, "not toml")
+    assert all(credentials.grant_of("2") is not None for _ in range(3))
+    assert caplog.text.count("stay as they were") == 1
+    path.unlink()
+    assert credentials.grant_of("2") is not None
+    write(tmp_path, entry("blue", "3"))
+    assert credentials.grant_of("2") is None and len(credentials) == 1
 
 
 def test_credentials_that_others_may_write(tmp_path: Path) -> None:
