@@ -66,19 +66,25 @@ class Manifests:
                 self._background.spawn(self._keep(tier, namespace), f"manifest to {tier.name}")
 
     async def describe(self, namespace: NamespaceId, *, deadline: Deadline) -> NamespaceDescription | None:
-        """What a namespace is, from those open here or from a tier; `None`: no manifest of it can be read."""
-        manifest = self._open.get(namespace)
-        for tier in (self._hot, self._cold):
-            if manifest is None and tier is not None:
-                with suppress(KVStoreError):
-                    manifest = await tier.get_manifest(namespace, deadline=deadline)
-        if manifest is None:
-            return None
+        """What a namespace is; `None`: no manifest of it can be read."""
         try:
-            return parse_manifest(manifest, namespace)
+            manifest = await self.find(namespace, deadline=deadline)
+            return parse_manifest(manifest, namespace) if manifest is not None else None
         except KVStoreError:
             self._meters.add("manifest_failures", tier="read")
             return None
+
+    async def find(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """The manifest of a namespace that is open here, or stands in a tier; `None`: nobody has it.
+
+        Raises:
+            Unavailable: A tier that might have it does not answer.
+        """
+        found = self._open.get(namespace)
+        for tier in (self._hot, self._cold):
+            if found is None and tier is not None:
+                found = await tier.get_manifest(namespace, deadline=deadline)
+        return found
 
     async def _run(self) -> None:
         while True:

@@ -32,6 +32,7 @@ from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
+from kvstore.store.operations import StoreOperations
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
 from kvstore.store.promotion import Promotion
@@ -65,6 +66,9 @@ class TieredStore(PageStore):
         meters: Where to count.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         clock: For leases, pauses and deadlines of the store's own.
+
+    Attributes:
+        operations: What operators ask of it.
     """
 
     def __init__(
@@ -114,6 +118,9 @@ class TieredStore(PageStore):
             meters=self.meters,
             limits=self.limits,
             clock=clock,
+        )
+        self.operations = StoreOperations(
+            memory, hot, cold, manifests=self._manifests, saver=self._saver, meters=self.meters
         )
         self._recorder = recorder
         self._choice = choice

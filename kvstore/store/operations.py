@@ -1,0 +1,160 @@
+"""What an operator asks of a store beside the data path: each call a bounded piece of work on the store's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.catalogued import CataloguedTier
+from kvstore.store.manifests import Manifests
+from kvstore.store.saving import Saver
+from kvstore.tiers.base import Tier, TierUsage
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrap import GuardedTier
+
+__all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
+
+PIECE_RECORDS_MAX = 4096
+"""Records that one call may be about: some milliseconds of the loop, shared with whatever else it does."""
+
+_PAUSE_RECORDS = 256
+"""After so many the loop gets a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """How one tier is.
+
+    Attributes:
+        name: `memory`, `redis`, `s3`, `filesystem`.
+        level: What it is to the catalog; `None`: this node's memory.
+        is_open: Its breaker is open: it is left alone until a probe succeeds.
+        usage: What it holds; `None`: it did not answer.
+        reason: Why it did not.
+    """
+
+    name: str
+    level: Level | None
+    is_open: bool
+    usage: TierUsage | None
+    reason: str = ""
+
+
+class StoreOperations:
+    """Looks at and removes what a store holds. Belongs to the store's loop.
+
+    Args:
+        memory: This node's memory.
+        hot: The hot tier, if there is one.
+        cold: The cold tier, if there is one.
+        manifests: Know descriptions.
+        saver: Is told what is not to be written any more.
+        meters: The store's counters, safe from any thread.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        hot: Tier | None,
+        cold: Tier | None,
+        *,
+        manifests: Manifests,
+        saver: Saver,
+        meters: Meters,
+    ) -> None:
+        self._memory = memory
+        # behind the catalog's back: whoever deletes here tells it
+        self._slower = {
+            level: tier.inner if isinstance(tier, CataloguedTier) else tier
+            for level, tier in ((Level.HOT, hot), (Level.COLD, cold))
+            if tier is not None
+        }
+        self._manifests = manifests
+        self._saver = saver
+        self.meters = meters
+
+    @property
+    def tier_names(self) -> dict[Level | None, str]:
+        """What each level is called; the memory is under `None`."""
+        return {None: self._memory.name, **{level: tier.name for level, tier in self._slower.items()}}
+
+    async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """As `Manifests.find`."""
+        return await self._manifests.find(namespace, deadline=deadline)
+
+    async def in_memory(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> list[bool]:
+        """For each boundary whether this node's memory may have records of it.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`.
+        """
+        _check_piece(len(prefixes))
+        held = self._memory.prefixes()
+        return [prefix in held for prefix in prefixes]
+
+    async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        """For each record its bytes in this node's memory; `None`: it is not there.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`.
+        """
+        _check_piece(len(keys))
+        sizes: list[int | None] = []
+        for start in range(0, len(keys), _PAUSE_RECORDS):
+            sizes += await self._memory.head(keys[start : start + _PAUSE_RECORDS], deadline=deadline)
+            await asyncio.sleep(0)
+        return sizes
+
+    async def forget(self, keys: Sequence[RecordKey]) -> int:
+        """Drop records from this node's memory and from what waits to be written; returns how many the memory had.
+        Whoever has leased one keeps it until the lease ends.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`.
+        """
+        _check_piece(len(keys))
+        num_dropped = 0
+        for index, key in enumerate(keys, 1):
+            self._saver.forget(key)
+            num_dropped += self._memory.remove(key)
+            if index % _PAUSE_RECORDS == 0:
+                await asyncio.sleep(0)
+        return num_dropped
+
+    async def delete(self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline) -> None:
+        """Delete records from a slower tier. The caller has hidden them in the catalog, and tells it afterwards.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
+            Unavailable: Some may be left.
+        """
+        _check_piece(len(keys))
+        tier = self._slower.get(level)
+        if tier is None:
+            raise InvalidRequest("this store has no such tier", level=level.name.lower())
+        await tier.delete_all(keys, deadline=deadline)
+
+    async def tiers(self, *, deadline: Deadline) -> list[TierState]:
+        """How each tier is, the quickest first. One that does not answer costs the deadline, no more."""
+        levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
+        return list(await asyncio.gather(*(_state(tier, level, deadline) for level, tier in levels)))
+
+
+async def _state(tier: Tier, level: Level | None, deadline: Deadline) -> TierState:
+    usage, reason = None, ""
+    try:
+        usage = await tier.usage(deadline=deadline)
+    except (Unavailable, Closed) as error:
+        reason = str(error)
+    return TierState(tier.name, level, isinstance(tier, GuardedTier) and tier.is_open, usage, reason)
+
+
+def _check_piece(num: int) -> None:
+    if num > PIECE_RECORDS_MAX:
+        raise InvalidRequest(f"one piece of work is about at most {PIECE_RECORDS_MAX} records", seen=num)
