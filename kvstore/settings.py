@@ -66,12 +66,14 @@ def _address(value: object) -> Address:
     return value if isinstance(value, UnixAddress | TcpAddress) else _parsed(parse_address, value)
 
 
-def _admin_address(value: object) -> TcpAddress:
-    if isinstance(value, TcpAddress):
+def _admin_address(value: object) -> TcpAddress | None:
+    if value is None or isinstance(value, TcpAddress):
         return value
+    if value == "off":
+        return None
     address = _parsed(parse_address, f"tcp://{value}" if isinstance(value, str) and "://" not in value else value)
     if not isinstance(address, TcpAddress):
-        raise ValueError("expected host:port, like 127.0.0.1:7070")
+        raise ValueError("expected host:port, like 127.0.0.1:7070, or off")
     return address
 
 
@@ -132,15 +134,16 @@ class Settings(BaseSettings):
 
     Attributes:
         listen: Where engines connect: `unix:/path` or `tcp://host:port`. A Unix socket is faster and needs no token.
-        admin_listen: `host:port` of the administration interface; kept for a later release, nothing listens yet.
+        admin_listen: `host:port` of the administration interface, or `off`. Without `credentials_file` a loopback
+            address only, for processes of the service's own user.
         token_file: A file with the token that clients on TCP must show; without it, or credentials, TCP is refused.
         tls_certificate_file: What a `tls://` address shows, with its chain, in PEM; renewed files are taken up. Verbs
             that ask such a service show it too, where it asks for one.
         tls_key_file: Its key, if that is not in the same file.
         tls_client_ca_file: Only peers with a certificate of these authorities may connect to a `tls://` address.
         tls_ca_file: Authorities that verbs believe when they ask a `tls://` service; else the system's.
-        credentials_file: A TOML file of `[[credential]]` tables with `tenant` and `token_sha256`: whoever shows that
-            token is that tenant, and tenants share nothing. Read at start.
+        credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`: whoever
+            shows that token is that tenant, and tenants share nothing. Read again when it changes.
         memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
         disk_bytes: Directory tier; by default a tenth of what is free there at start. Without a Redis whole boundaries
             leave, ends of prefixes first; else, and while the catalog is made anew, the oldest records.
@@ -190,7 +193,7 @@ class Settings(BaseSettings):
     )
 
     listen: Annotated[Address, BeforeValidator(_address)] = UnixAddress("/run/kvstore.sock")
-    admin_listen: Annotated[TcpAddress, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
+    admin_listen: Annotated[TcpAddress | None, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
     token_file: Path | None = None
     tls_certificate_file: Path | None = None
     tls_key_file: Path | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from kvstore.client.embedded import default_directory, private_socket_path
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.credentials import CredentialsFile
 from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
 from kvstore.service.running import run_service
@@ -36,6 +37,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and not credentials:
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
+    check_admin_listen(settings.admin_listen, credentials)
     run_service(
         open_store(settings),
         [settings.listen],
@@ -44,6 +46,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
         tls=settings.tls(),
         idle_exit_s=settings.idle_exit_s,
         on_ready=on_ready,
+        beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
     )
 
 
@@ -54,7 +57,7 @@ def serve_embedded(
 
     Args:
         directory: Everything is kept here.
-        flags: Further settings; where it listens and keeps records is not among them.
+        flags: Further settings; where it listens and keeps records is not among them. It is not administered.
         on_ready: Called when it accepts.
 
     Raises:
@@ -64,6 +67,7 @@ def serve_embedded(
     path = private_socket_path(directory)
     with only_service_of(directory, path):
         own = {"listen": f"unix:{path}", "hot": "memory:", "cold": f"file://{directory / 'records'}"}
+        own["admin_listen"] = "off"
         serve_settings(load_settings({**flags, **own}), on_ready)
 
 

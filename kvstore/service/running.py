@@ -6,7 +6,8 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from typing import TypeVar
 
 import uvloop
 
@@ -22,9 +23,15 @@ __all__ = ["run_service", "serve_until_told"]
 _log = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.1
 
+Store = TypeVar("Store", bound=PageStore)
+
+
+def _nothing_beside(_: PageStore, __: Server) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
+
 
 async def serve_until_told(
-    store: AbstractAsyncContextManager[PageStore],
+    store: AbstractAsyncContextManager[Store],
     addresses: Sequence[Address],
     *,
     limits: ServiceLimits | None = None,
@@ -33,6 +40,7 @@ async def serve_until_told(
     tls: ServerTls | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
+    beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until there was no client for `idle_exit_s`.
 
@@ -45,6 +53,7 @@ async def serve_until_told(
         tls: For addresses that speak it.
         idle_exit_s: `None`: never ends by itself.
         on_ready: Called when all addresses accept.
+        beside: What else is open while it serves; opened after the addresses, closed before them.
 
     Raises:
         KVStoreError: The store does not open, or an address cannot be listened on.
@@ -57,9 +66,10 @@ async def serve_until_told(
         server = Server(opened, limits, token, credentials, tls)
         try:
             await server.listen(addresses)
-            if on_ready is not None:
-                on_ready(server)
-            await _until(stop, server, idle_exit_s)
+            async with beside(opened, server):
+                if on_ready is not None:
+                    on_ready(server)
+                await _until(stop, server, idle_exit_s)
         finally:
             await server.aclose()
     _log.info("stopped")
@@ -76,7 +86,7 @@ async def _until(stop: asyncio.Event, server: Server, idle_exit_s: float | None)
 
 
 def run_service(
-    store: AbstractAsyncContextManager[PageStore],
+    store: AbstractAsyncContextManager[Store],
     addresses: Sequence[Address],
     *,
     limits: ServiceLimits | None = None,
@@ -85,6 +95,7 @@ def run_service(
     tls: ServerTls | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
+    beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
 ) -> None:
     """`serve_until_told` on a loop of its own."""
     uvloop.run(
@@ -97,5 +108,6 @@ def run_service(
             tls=tls,
             idle_exit_s=idle_exit_s,
             on_ready=on_ready,
+            beside=beside,
         )
     )

@@ -80,18 +80,19 @@ class Server:
         return 0.0 if self._sessions else SYSTEM_CLOCK.monotonic_s() - self._quiet_since_s
 
     def describe(self) -> Mapping[str, object]:
-        """What `status` says of the service itself."""
+        """What `status` says of the service itself. Safe from any thread."""
+        sessions = list(self._sessions)  # in one go: peers come and go on the loop meanwhile
         return {
             "release": kvstore.__version__,
             "pid": os.getpid(),
             "uptime_s": round(SYSTEM_CLOCK.monotonic_s() - self._started_s, 3),
             "addresses": [str(address) for address in self.addresses],
-            "sessions": len(self._sessions),
+            "sessions": len(sessions),
             "sessions_total": self._num_sessions,
-            "requests_running": sum(session.num_running for session in self._sessions),
+            "requests_running": sum(session.num_running for session in sessions),
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
-            "clients": sorted({session.client for session in self._sessions if session.client}),
+            "clients": sorted({session.client for session in sessions if session.client}),
         }
 
     def _new_peer(self) -> asyncio.BaseProtocol:

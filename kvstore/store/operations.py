@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
@@ -37,6 +37,8 @@ class TierState:
         is_open: Its breaker is open: it is left alone until a probe succeeds.
         usage: What it holds; `None`: it did not answer.
         reason: Why it did not.
+        waiting_records: Records that wait here to be written there.
+        waiting_bytes: Their bytes.
     """
 
     name: str
@@ -44,6 +46,8 @@ class TierState:
     is_open: bool
     usage: TierUsage | None
     reason: str = ""
+    waiting_records: int = 0
+    waiting_bytes: int = 0
 
 
 class StoreOperations:
@@ -143,7 +147,14 @@ class StoreOperations:
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
         """How each tier is, the quickest first. One that does not answer costs the deadline, no more."""
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
-        return list(await asyncio.gather(*(_state(tier, level, deadline) for level, tier in levels)))
+        states = await asyncio.gather(*(_state(tier, level, deadline) for level, tier in levels))
+        waiting = self._saver.waiting()
+        return [
+            replace(state, waiting_records=waiting[state.name][0], waiting_bytes=waiting[state.name][1])
+            if state.name in waiting
+            else state
+            for state in states
+        ]
 
 
 async def _state(tier: Tier, level: Level | None, deadline: Deadline) -> TierState:

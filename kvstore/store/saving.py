@@ -267,6 +267,10 @@ class Saver:
             for tier, queue in self._queues
         }
 
+    def waiting(self) -> dict[str, tuple[int, int]]:
+        """Records that wait, and their bytes, by tier."""
+        return {tier.name: (len(queue), queue.used_bytes) for tier, queue in self._queues}
+
     async def drain(self, deadline: Deadline) -> int:
         """Wait until nothing is under way to the slower tiers, or until the deadline; returns how many records are."""
         left = 0

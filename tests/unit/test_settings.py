@@ -70,6 +70,11 @@ def test_defaults_work_without_any_set_up(tmp_path: Path) -> None:
     assert settings.idle_exit_s is None
 
 
+def test_the_administration_can_be_off() -> None:
+    """`off` from any source: nothing listens."""
+    assert load_settings({"admin_listen": "off"}).admin_listen is None
+
+
 def test_unknown_keys_are_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A typing mistake in any source is named, with what was probably meant."""
     with pytest.raises(InvalidRequest, match=r"key in .*kvstore\.toml memry_bytes: did you mean memory_bytes\?"):

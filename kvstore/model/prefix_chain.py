@@ -1,0 +1,50 @@
+"""The prefix hash of plain tokens, as an operator asks for it: docs/formats/prefix-hash-v1.md without adapter, media
+and embeddings. Engines, whose prompts have those too, hash them on their own side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+from kvstore.model.keys import Boundary, PrefixHash
+
+__all__ = ["LINK_TOKENS", "PlainChain"]
+
+LINK_TOKENS = 16
+"""Tokens of a link: boundaries are multiples of it."""
+
+_ROOT = b"kvstore prefix v1\0"
+
+
+class PlainChain:
+    """Hashes at every multiple of 16 tokens, link by link.
+
+    Args:
+        cache_salt: The prompt's, if it has one.
+    """
+
+    def __init__(self, cache_salt: str | None = None) -> None:
+        salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
+        self._link = hashlib.sha256(_ROOT + len(salt).to_bytes(4, "little") + salt).digest()
+        self._tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
+        """The boundaries of the next tokens, whole links of them; what is left of a link is passed over.
+
+        Raises:
+            OverflowError: A token id does not fit 32 bits.
+        """
+        packed = array("I", token_ids[: len(token_ids) // LINK_TOKENS * LINK_TOKENS])
+        if sys.byteorder == "big":
+            packed.byteswap()
+        data = packed.tobytes()
+        link_bytes = LINK_TOKENS * packed.itemsize
+        found = []
+        for at in range(0, len(data), link_bytes):
+            self._link = hashlib.sha256(self._link + data[at : at + link_bytes]).digest()
+            self._tokens += LINK_TOKENS
+            found.append(Boundary(self._tokens, PrefixHash(self._link)))
+        return found

@@ -1,0 +1,59 @@
+"""What the routes work with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.bridge import Bridge
+from kvstore.service.admin.catalog_access import CatalogAccess
+from kvstore.store.operations import StoreOperations
+
+__all__ = ["AdminContext", "Context"]
+
+_CALL_S = 5.0
+_WALKS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class AdminContext:
+    """Belongs to the administration's loop.
+
+    Attributes:
+        bridge: The way to the data loop.
+        catalog: The catalog, over a connection of our own.
+        operations: What may be asked on the data loop.
+        describe: What the data port tells of itself; safe from any thread.
+        clock: For deadlines and expiry.
+        walks: Turns of those who walk over many entries.
+    """
+
+    bridge: Bridge
+    catalog: CatalogAccess
+    operations: StoreOperations
+    describe: Callable[[], Mapping[str, object]]
+    clock: Clock = SYSTEM_CLOCK
+    walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
+
+    def soon(self, seconds: float = _CALL_S) -> Deadline:
+        """When a call gives up."""
+        return Deadline.after(seconds, self.clock)
+
+    def now_s(self) -> int:
+        """Seconds since the Unix epoch."""
+        return self.clock.wall_ms() // 1000
+
+
+async def _context(request: Request) -> AdminContext:
+    context = request.app.state.admin
+    assert isinstance(context, AdminContext)
+    return context
+
+
+Context = Annotated[AdminContext, Depends(_context)]

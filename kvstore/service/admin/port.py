@@ -1,0 +1,177 @@
+"""The port of the administration interface: open from the start, served from its first peer on. Without framework."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from kvstore.errors import InvalidRequest
+from kvstore.service.credentials import Credentials
+from kvstore.service.server import Server
+from kvstore.settings import Settings
+from kvstore.store.tiered import TieredStore
+from kvstore.wire.address import TcpAddress
+
+__all__ = ["AdminPort", "Administered", "admin_port", "check_admin_listen"]
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 128
+_JOIN_S = 5.0
+_NEEDED = ("fastapi", "uvicorn")
+
+
+def check_admin_listen(address: TcpAddress | None, credentials: Credentials | None) -> None:
+    """Refuse to administer for the whole network without tokens.
+
+    Raises:
+        InvalidRequest: An address that is not the loopback's, and no credentials.
+    """
+    if address is not None and not credentials and not _is_loopback(address.host):
+        raise InvalidRequest(
+            "an administration interface that others can reach needs tokens: name a credentials_file, or listen on "
+            "127.0.0.1",
+            field="admin_listen",
+            seen=f"{address.host}:{address.port}",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Administered:
+    """A service, as its administration sees it.
+
+    Attributes:
+        settings: Where to listen, and where the catalog is.
+        credentials: Whose token is good for what; `None`: whoever is the service's own user may do all.
+        store: Lives on the data loop.
+        server: The data port.
+    """
+
+    settings: Settings
+    credentials: Credentials | None
+    store: TieredStore
+    server: Server
+
+
+@asynccontextmanager
+async def admin_port(service: Administered) -> AsyncIterator[AdminPort | None]:
+    """Listen on `admin_listen` until the end of the block. What stands in the way is a warning that names the setting,
+    and the service goes on without. The store and the data port are open for as long as the block.
+    """
+    port = await _open(service)
+    try:
+        yield port
+    finally:
+        if port is not None:
+            await port.aclose()
+
+
+async def _open(service: Administered) -> AdminPort | None:
+    address = service.settings.admin_listen
+    if address is None:
+        return None
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        _log.warning(
+            "no administration interface: pip install 'kvstore[admin]', or set admin_listen to off missing=%s",
+            ",".join(missing),
+        )
+        return None
+    try:
+        sock = await asyncio.to_thread(_bind, address)
+    except OSError as error:
+        hint = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        _log.warning(
+            "no administration interface, the service goes on without: cannot listen: %s; set admin_listen to another "
+            "address, or to off field=admin_listen seen=%s:%d",
+            hint,
+            address.host,
+            address.port,
+        )
+        return None
+    return AdminPort(sock, service)
+
+
+def _bind(address: TcpAddress) -> socket.socket:
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class AdminPort:
+    """A listening socket, and from its first peer on a thread with a loop of its own that serves it: a service that
+    nobody looks at spends neither time nor memory on it, and no request of an operator runs where engines are answered.
+
+    Args:
+        sock: Bound and listening; owned from now on.
+        service: What is administered.
+    """
+
+    def __init__(self, sock: socket.socket, service: Administered) -> None:
+        self._sock = sock
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._loop.add_reader(sock.fileno(), self._start)
+        _log.info("administration address=http://%s", self.address)
+
+    @property
+    def address(self) -> str:
+        """`host:port`; a port 0 has become the real one."""
+        host, port = self._sock.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def is_started(self) -> bool:
+        """Whether somebody has asked."""
+        return self._thread is not None
+
+    def _start(self) -> None:
+        """Somebody connects."""
+        self._loop.remove_reader(self._sock.fileno())
+        self._thread = threading.Thread(target=self._run, name="kvstore-admin", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            from kvstore.service.admin.serving import serve_admin
+
+            serve_admin(self._sock, self._loop, self._stop, self._service)
+        except Exception:  # noqa: BLE001 - a thread's top: the data path goes on
+            _log.exception("the administration interface has ended, the service goes on without field=admin_listen")
+            self._sock.close()
+
+    async def aclose(self) -> None:
+        """Answer what was asked, for a moment, and end. Idempotent."""
+        self._stop.set()
+        if self._thread is None:
+            if self._sock.fileno() >= 0:
+                self._loop.remove_reader(self._sock.fileno())
+        else:
+            await asyncio.to_thread(self._thread.join, _JOIN_S)
+        self._sock.close()

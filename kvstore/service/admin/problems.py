@@ -1,0 +1,162 @@
+"""Refusals as `application/problem+json` (RFC 9457): which field is wrong, what was expected, what was seen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
+
+__all__ = ["PROBLEM_JSON", "Problem", "Refused", "answer", "handle_problems", "refusals"]
+
+PROBLEM_JSON = "application/problem+json"
+
+_log = logging.getLogger(__name__)
+_SEEN_CHARS_MAX = 100
+
+
+class Problem(BaseModel):
+    """Why a request was refused."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "type": "about:blank",
+                "title": "Unprocessable Content",
+                "status": 422,
+                "detail": "input should be less than or equal to 1000",
+                "field": "query.limit",
+                "expected": "less than or equal to 1000",
+                "seen": "5000",
+            }
+        }
+    )
+
+    type: str = Field(default="about:blank", description="`about:blank`: the status says it all")
+    title: str = Field(description="the status in words")
+    status: int = Field(description="the status of the answer")
+    detail: str = Field(description="what is wrong, for people")
+    field: str | None = Field(default=None, description="the parameter or field, like `query.limit`")
+    expected: str | None = Field(default=None, description="what would be right")
+    seen: str | None = Field(default=None, description="what was sent, cut at 100 characters")
+
+
+class Refused(Exception):
+    """A request that is not carried out.
+
+    Args:
+        status: Of the answer.
+        detail: What is wrong, in lower case.
+        field: The parameter or field.
+        expected: What would be right.
+        seen: What was sent; never a token.
+        headers: Of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        field: str | None = None,
+        expected: str | None = None,
+        seen: object = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        shown = None if seen is None else _sendable(str(seen)[:_SEEN_CHARS_MAX])
+        title = HTTPStatus(status).phrase
+        self.problem = Problem(
+            title=title,
+            status=status,
+            detail=_sendable(detail),
+            field=field and _sendable(field),
+            expected=expected,
+            seen=shown,
+        )
+        self.headers = dict(headers or {})
+
+
+def _sendable(text: str) -> str:
+    """A text that may hold half a character, which JSON can say and UTF-8 cannot."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def answer(refused: Refused) -> Response:
+    """The answer that says so."""
+    content = refused.problem.model_dump_json(exclude_none=True)
+    return Response(content, refused.problem.status, refused.headers, PROBLEM_JSON)
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the description of a route: which refusals it may answer with."""
+    return {status: {"description": HTTPStatus(status).phrase, "content": _CONTENT} for status in sorted(statuses)}
+
+
+_CONTENT = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+
+
+def handle_problems(app: FastAPI) -> None:
+    """Have everything that goes wrong answered as a problem."""
+    app.add_exception_handler(Refused, _on_refused)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(KVStoreError, _on_store)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return answer(error)
+
+
+async def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if isinstance(first.get("input"), bytes):
+        detail = "the body is not sent as JSON"
+        return answer(Refused(422, detail, field="body", expected="Content-Type: application/json"))
+    if first["type"] == "json_invalid":
+        return answer(Refused(422, "the body is not JSON", field="body", expected="JSON", seen=first["ctx"]["error"]))
+    expected = str(first["msg"]).removeprefix("Value error, ")
+    expected = expected[:1].lower() + expected[1:]
+    short = expected.removeprefix("input should be ").removeprefix("string should ")
+    field = ".".join(str(part) for part in first["loc"])
+    return answer(Refused(422, expected, field=field, expected=short, seen=_shown(first.get("input"))))
+
+
+def _shown(value: object) -> object:
+    """What was sent, without building the text of a list of a hundred thousand; nothing where nothing was."""
+    if value is None:
+        return None
+    if isinstance(value, list | dict):
+        return f"{type(value).__name__} of {len(value)}"
+    return value if isinstance(value, str) else repr(value)
+
+
+async def _on_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer(Refused(error.status_code, str(error.detail).lower(), headers=error.headers))
+
+
+async def _on_store(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KVStoreError)
+    if isinstance(error, InvalidRequest):
+        field, seen = error.details.get("field"), error.details.get("seen")
+        return answer(Refused(422, error.message, field=str(field) if field else None, seen=seen))
+    if isinstance(error, Unavailable | Closed):
+        return answer(Refused(503, error.message, headers={"Retry-After": "1"}))
+    return await _on_bug(request, error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    _log.error("a request of the administration failed path=%s", request.url.path, exc_info=error)
+    return answer(Refused(500, "the service failed: its log says why"))

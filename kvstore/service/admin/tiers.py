@@ -1,0 +1,116 @@
+"""`/v1/tiers`: how each tier is, and what it holds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.errors import KVStoreError
+from kvstore.service.admin.access import Reader
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.models import Amount, amounts_of, sum_of
+from kvstore.service.admin.problems import refusals
+from kvstore.service.credentials import Grant
+from kvstore.store.operations import TierState
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["tiers"])
+
+_ANSWER_S = 3.0
+
+
+class Usage(BaseModel):
+    """What a tier holds, of all tenants."""
+
+    num_records: int | None = Field(description="null: counting them would mean a scan")
+    used_bytes: int | None = Field(description="null: likewise")
+    limit_bytes: int | None = Field(description="null: no bound of ours")
+    num_quarantined: int = Field(description="corrupt records put aside since the start")
+    waiting_records: int = Field(description="records that this service has still to write there", examples=[3])
+    waiting_bytes: int = Field(description="their bytes")
+
+
+class TierStatus(BaseModel):
+    """A place that stores records."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "name": "redis",
+                "level": "hot",
+                "healthy": True,
+                "breaker": "closed",
+                "reason": None,
+                "usage": {
+                    "num_records": 40960,
+                    "used_bytes": 85899345920,
+                    "limit_bytes": None,
+                    "num_quarantined": 0,
+                    "waiting_records": 3,
+                    "waiting_bytes": 6291456,
+                },
+                "own": {"num_boundaries": 512, "num_records": 4096, "num_bytes": 8589934592},
+            }
+        }
+    )
+
+    name: str = Field(description="`memory`, `redis`, `s3`, `filesystem`")
+    level: Literal["memory", "hot", "cold"]
+    healthy: bool
+    breaker: Literal["closed", "open"] = Field(description="open: it failed, and is left alone until a probe succeeds")
+    reason: str | None = Field(description="why it is not healthy; to operators")
+    usage: Usage | None = Field(description="to operators; null: it does not answer, or to a tenant")
+    own: Amount | None = Field(description="what the token may see of it; null: this node's memory, or no books")
+
+
+class Tiers(BaseModel):
+    """All tiers, the quickest first."""
+
+    tiers: list[TierStatus]
+
+
+@router.get("/tiers", responses=refusals(401, 403, 422, 429, 503))
+async def list_tiers(context: Context, grant: Reader) -> Tiers:
+    """Health, breaker and usage of each tier. A tenant is told of its own bytes only."""
+    deadline = context.soon(_ANSWER_S)
+    states = await context.bridge.call(
+        lambda: context.operations.tiers(deadline=deadline.earlier(_ANSWER_S / 2)), deadline=deadline
+    )
+    own = await _own(context, grant)
+    return Tiers(tiers=[_status(state, grant, own.get(state.name)) for state in states])
+
+
+async def _own(context: AdminContext, grant: Grant) -> dict[str, Amount]:
+    """By tier; nothing where the catalog does not answer: how the tiers are is told all the same."""
+    try:
+        totals = await context.catalog.totals(deadline=context.soon(_ANSWER_S))
+    except KVStoreError:
+        return {}
+    seen = sum_of(held for held in totals.values() if grant.sees(held.tenant))
+    return amounts_of(seen, context.operations.tier_names)
+
+
+def _status(state: TierState, grant: Grant, own: Amount | None) -> TierStatus:
+    usage, is_operator = state.usage, grant.tenant is None
+    healthy = usage is not None and not state.is_open
+    return TierStatus(
+        name=state.name,
+        level="memory" if state.level is None else "hot" if state.level.name == "HOT" else "cold",
+        healthy=healthy,
+        breaker="open" if state.is_open else "closed",
+        reason=state.reason or None if is_operator else None,
+        usage=Usage(
+            num_records=usage.num_records,
+            used_bytes=usage.used_bytes,
+            limit_bytes=usage.limit_bytes,
+            num_quarantined=usage.num_quarantined,
+            waiting_records=state.waiting_records,
+            waiting_bytes=state.waiting_bytes,
+        )
+        if usage is not None and is_operator
+        else None,
+        own=own,
+    )

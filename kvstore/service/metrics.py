@@ -1,0 +1,160 @@
+"""What `/metrics` says: the store's meters and the service's own numbers as Prometheus text. Pure.
+
+Names are stable: they are never renamed or given another meaning. A meter that is not in the table is shown as untyped,
+so that nothing is lost; a test finds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from kvstore.store.operations import TierState
+
+__all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "OWN_GAUGES", "render"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+COUNTERS = {
+    "catalog_changes_lost": "changes that the catalog was never told of",
+    "catalog_failures": "calls of the catalog that failed",
+    "catalog_lookups": "lookups that the catalog answered, by whether it is complete",
+    "catalog_rebuilds": "catalogs of a directory that were made anew",
+    "catalog_reconciled": "records that Redis had let go, found by comparing",
+    "catalog_unknown_records": "records in Redis that the catalog did not know",
+    "corrupt_records": "records that did not match their seal; none was served",
+    "discarded_records": "records that an engine found bad",
+    "leases_expired": "leases that ended by themselves",
+    "leases_granted": "leases",
+    "lookup_hits": "lookups that found something to resume from",
+    "lookup_tier_failures": "lookups that a tier did not answer",
+    "lookups": "lookups",
+    "manifest_failures": "manifests that could not be written or read",
+    "pending_failures": "steps with pending entries that failed",
+    "pending_finished": "write-backs of other services that were finished here",
+    "pending_left": "pending entries left for other services",
+    "quarantine_failures": "bad records that a tier could not put aside",
+    "retention_boundaries": "boundaries that retention removed",
+    "retention_bytes": "bytes that retention removed",
+    "retention_failures": "rounds and deletions of retention that failed",
+    "s3_received_bytes": "bytes of records from S3",
+    "s3_requests": "requests to S3, each attempt",
+    "s3_retries": "requests to S3 that were sent again",
+    "s3_sent_bytes": "bytes of records to S3",
+    "s3_throttled": "answers of S3 that asked for fewer requests",
+    "saves": "records that engines saved, by outcome",
+    "served_bytes": "bytes leased to engines",
+    "served_records": "records leased to engines, by the tier they were read from",
+    "stage_misses": "records that were expected in a tier and not there",
+    "stage_refused": "hits that were cut for lack of room",
+    "stage_tier_failures": "reads of a tier that failed",
+    "staged_bytes": "bytes read from slower tiers",
+    "staged_records": "records read from slower tiers",
+    "stages": "hits that were asked for",
+    "stages_cut": "hits that were cut for lack of time",
+    "tier_errors": "calls of a tier that failed",
+    "tier_full": "records for which a tier had no room",
+    "tier_heads": "records that a tier was asked about",
+    "tier_hits": "reads that found their record",
+    "tier_put_bytes": "bytes written to a tier",
+    "tier_puts": "writes to a tier",
+    "tier_read_bytes": "bytes read from a tier",
+    "tier_reads": "reads of a tier",
+    "tier_refused": "calls that were refused while a tier is left alone or has too many",
+    "write_back_bytes": "bytes copied to slower tiers",
+    "write_back_dropped": "records that are not copied to a slower tier",
+    "write_back_failures": "writes to a slower tier that failed and are tried again",
+    "write_back_records": "records copied to slower tiers",
+}
+"""Meters that only grow; shown as `kvstore_<name>_total`."""
+
+GAUGES = {
+    "catalog_complete": "1 when the catalog knows of everything that is stored",
+    "pending_bytes": "bytes in the hot tier that the cold tier does not have yet, of all services",
+    "pending_records": "records in the hot tier that the cold tier does not have yet, of all services",
+    "tier_calls": "calls of a tier that run",
+    "tier_open": "1 while a tier is left alone after failures",
+    "tier_quarantined": "corrupt records put aside since the start",
+}
+"""Meters that go up and down; shown as `kvstore_<name>`."""
+
+OWN_GAUGES = {
+    "info": "1; the release is a label",
+    "uptime_seconds": "since the service began",
+    "sessions": "connections of engines",
+    "requests_running": "requests of engines that are being answered",
+    "receive_bytes_used": "bytes of saves being received",
+    "receive_bytes_limit": "the most of them",
+    "tier_healthy": "1 when the tier answers",
+    "tier_used_bytes": "bytes that a tier holds, where it is known",
+    "tier_limit_bytes": "bytes that a tier may hold, where there is a bound",
+    "tier_records": "records that a tier holds, where it is known",
+    "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
+    "write_back_waiting_records": "records that wait in this service to be written to a tier",
+}
+"""What is asked for at the moment; shown as `kvstore_<name>`."""
+
+_METER = re.compile(r'([a-z][a-z0-9_]*)(\{[a-z_]+="[^"\\\n]*"(?:,[a-z_]+="[^"\\\n]*")*\})?')
+
+Samples = defaultdict[str, list[tuple[str, float]]]
+
+
+def render(meters: Mapping[str, float], tiers: Iterable[TierState], service: Mapping[str, object]) -> str:
+    """All metrics as text.
+
+    Args:
+        meters: A snapshot of the store's meters.
+        tiers: How each tier is; none, when that is not known now.
+        service: What the data port tells of itself.
+    """
+    samples: Samples = defaultdict(list)
+    for key, value in sorted(meters.items()):
+        if (match := _METER.fullmatch(key)) is not None:
+            samples[match[1]].append((match[2] or "", value))
+    lines: list[str] = []
+    for name, listed in samples.items():
+        if name in COUNTERS:
+            lines += _family(f"kvstore_{name}_total", "counter", COUNTERS[name], listed)
+        elif name in GAUGES:
+            lines += _family(f"kvstore_{name}", "gauge", GAUGES[name], listed)
+        else:
+            lines += _family(f"kvstore_{name}", "untyped", "not described yet", listed)
+    for name, listed in _own(tiers, service).items():
+        lines += _family(f"kvstore_{name}", "gauge", OWN_GAUGES[name], listed)
+    return "\n".join(lines) + "\n"
+
+
+def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
+    samples: Samples = defaultdict(list)
+    samples["info"].append((f'{{release="{service["release"]}"}}', 1))
+    samples["uptime_seconds"].append(("", _number(service["uptime_s"])))
+    for name in ("sessions", "requests_running", "receive_bytes_used", "receive_bytes_limit"):
+        samples[name].append(("", _number(service[name])))
+    for tier in tiers:
+        label = f'{{tier="{tier.name}"}}'
+        samples["tier_healthy"].append((label, int(tier.usage is not None and not tier.is_open)))
+        if tier.level is not None:
+            samples["write_back_waiting_records"].append((label, tier.waiting_records))
+            samples["write_back_waiting_bytes"].append((label, tier.waiting_bytes))
+        if tier.usage is not None:
+            usage = tier.usage
+            known = {"used_bytes": usage.used_bytes, "limit_bytes": usage.limit_bytes, "records": usage.num_records}
+            for name, value in known.items():
+                if value is not None:
+                    samples[f"tier_{name}"].append((label, value))
+    return samples
+
+
+def _family(name: str, kind: str, text: str, listed: Iterable[tuple[str, float]]) -> list[str]:
+    samples = [f"{name}{labels} {_text(value)}" for labels, value in listed]
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples]
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return value
+
+
+def _text(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))

@@ -1,0 +1,93 @@
+"""What is written down about the interface is what it does."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+from kvstore.service.admin.openapi import description
+from kvstore.service.metrics import COUNTERS, GAUGES, OWN_GAUGES, render
+from tests.architecture.sources import ROOT, files, tree
+
+
+def test_the_description_is_current() -> None:
+    """It is what this release writes: `python -m kvstore.service.admin.openapi docs/openapi.json` makes it anew."""
+    assert (ROOT / "docs/openapi.json").read_text() == description()
+
+
+def test_every_answer_and_body_has_an_example() -> None:
+    """Whoever reads the description sees values, not types alone."""
+    schemas = json.loads(description())["components"]["schemas"]
+    simple = {"Alive", "Order"}
+
+    def has_example(schema: dict[str, object]) -> bool:
+        return any(key in schema for key in ("example", "examples", "const", "enum", "$ref")) or any(
+            has_example(part) for part in _parts(schema)
+        )
+
+    assert [name for name, schema in schemas.items() if name not in simple and not has_example(schema)] == []
+
+
+def _parts(schema: dict[str, object]) -> list[dict[str, object]]:
+    found: list[object] = [schema.get("items"), schema.get("additionalProperties")]
+    for key in ("properties",):
+        part = schema.get(key)
+        found += part.values() if isinstance(part, dict) else []
+    for key in ("anyOf", "allOf"):
+        part = schema.get(key)
+        found += part if isinstance(part, list) else []
+    return [one for one in found if isinstance(one, dict)]
+
+
+def meters_in_code() -> dict[str, set[str]]:
+    """Names that are counted (`add`) or set under `kvstore/`, as far as they are spelled out."""
+    found: dict[str, set[str]] = {"add": set(), "set": set()}
+    for path in files("kvstore"):
+        if "testing" in path.parts:
+            continue
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+                continue
+            name, first = node.func.attr, node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                if name in found and ast.unparse(node.func.value).endswith("meters"):
+                    found[name].add(first.value)
+                elif name == "_count" and path.name == "guarded.py":
+                    found["add"].add(f"tier_{first.value}")
+    return found
+
+
+def test_every_meter_is_described() -> None:
+    """What the code counts has a kind and a line in `kvstore/service/metrics.py`, and a row in docs/observing.md."""
+    in_code = meters_in_code()
+    assert in_code["add"] == set(COUNTERS)
+    assert in_code["set"] == set(GAUGES)
+    text = (ROOT / "docs/observing.md").read_text()
+    names = [f"kvstore_{name}_total" for name in COUNTERS] + [f"kvstore_{name}" for name in (*GAUGES, *OWN_GAUGES)]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_metrics_are_text_that_prometheus_reads() -> None:
+    """Counters end in `_total`, each family is said once, labels are kept; what has no description is shown, and what
+    is no metric is left out.
+    """
+    meters = {
+        "saves": 3.0,
+        'served_records{tier="redis"}': 2.0,
+        'served_records{tier="s3"}': 1.5,
+        'tier_open{tier="redis"}': 1.0,
+        "brand_new": 7.0,
+        'corrupt_records{reason="a "quoted" one"}': 1.0,
+    }
+    service = {"release": "1", "uptime_s": 1.25, "sessions": 2, "requests_running": 0}
+    service |= {"receive_bytes_used": 0, "receive_bytes_limit": 5}
+    text = render(meters, [], service)
+    assert "# TYPE kvstore_served_records_total counter" in text
+    assert 'kvstore_served_records_total{tier="redis"} 2\nkvstore_served_records_total{tier="s3"} 1.5\n' in text
+    assert 'kvstore_tier_open{tier="redis"} 1' in text and "kvstore_saves_total 3\n" in text
+    assert "# TYPE kvstore_brand_new untyped" in text and "quoted" not in text
+    assert 'kvstore_info{release="1"} 1' in text and "kvstore_uptime_seconds 1.25" in text
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families) > 8

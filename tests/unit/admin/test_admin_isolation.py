@@ -1,0 +1,154 @@
+"""What operators ask never stands in the way of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvstore.catalog.base import Addition, Step
+from kvstore.catalog.entry import Level
+from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.client import connect
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.bridge import Bridge
+from kvstore.service.admin.listing import STEP_ENTRIES
+from kvstore.testing.prompts import Prompt
+from tests.unit.admin.admin_world import World, prompt_of, soon, world
+
+MANY = 5000
+
+
+@pytest.fixture
+async def large(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
+    """A prompt, and thousands of further entries of its namespace."""
+    async with world(tmp_path) as made:
+        prompt = await made.save(prompt_of("a"))
+        assert made.store._recorder is not None
+        catalog = made.store._recorder.catalog
+        prefixes = [PrefixHash(number.to_bytes(32, "big")) for number in range(1, MANY + 1)]
+        keys = [RecordKey(prompt.namespace, prefix, 0, 0) for prefix in prefixes]
+        await catalog.add([Addition(key, Level.COLD, 100, 64) for key in keys], deadline=soon())
+        yield made, prompt
+
+
+async def test_engines_are_served_while_a_list_hangs(
+    large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The administration's thread stands still in the middle of a walk, as long as we like: an engine opens, looks up,
+    stages, loads and saves meanwhile. Then the list is answered whole.
+    """
+    made, prompt = large
+    inside, go_on = threading.Event(), threading.Event()
+    step = SqliteCatalog.step
+
+    async def stuck(self: SqliteCatalog, *arguments: object, **options: object) -> Step:
+        inside.set()
+        go_on.wait()  # the thread, not just the task
+        return await step(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SqliteCatalog, "step", stuck)
+    query = {"namespace": prompt.namespace.hex(), "order": "hits", "limit": 1000}
+    async with made.client("red") as client, asyncio.TaskGroup() as group:
+        listing = group.create_task(client.get("/v1/prefixes", params=query))
+        try:
+            await asyncio.to_thread(inside.wait)
+            assert not listing.done()
+            engine = connect(str(made.server.addresses[0]), token="blue engine token")
+            other = Prompt(prompt.layout, "b", 128, tenant="blue")
+            await engine.open_namespace(other.description, deadline=soon())
+            for record in other.records():
+                await engine.save(record, deadline=soon())
+            assert (await engine.lookup(other.query(), deadline=soon())).resume_tokens == 128
+            staged = await engine.stage(other.query(), deadline=soon())
+            assert staged.lease is not None
+            for key in staged.keys:
+                await engine.load(staged.lease, key, deadline=soon())
+            await engine.aclose()
+            assert not listing.done()
+        finally:
+            go_on.set()
+        page = (await listing).json()
+    assert page["is_complete"] and len(page["prefixes"]) == 1000
+
+
+async def test_lists_are_walks_in_bounded_steps(large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order, no step reads more than its bound, no page has more than its limit, all pages together have
+    every entry, and of all that nothing runs on the data loop.
+    """
+    made, prompt = large
+    counts: list[int] = []
+    step, call = SqliteCatalog.step, Bridge.call
+    calls: list[object] = []
+
+    async def counted(
+        self: SqliteCatalog, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline
+    ) -> Step:
+        found = await step(self, namespace, cursor, count=count, deadline=deadline)
+        counts.append(len(found.prefixes))
+        return found
+
+    async def noted(self: Bridge, *arguments: object, **options: object) -> object:
+        calls.append(arguments)
+        return await call(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SqliteCatalog, "step", counted)
+    async with made.client("red") as client:
+        await pages(client, prompt, "stored", limit=1000)  # the namespace's manifest is read once
+        monkeypatch.setattr(Bridge, "call", noted)
+        for order in ("stored", "idle"):
+            listed = await pages(client, prompt, order, limit=1000)
+            assert len(listed) == len(set(listed)) == MANY + 6
+        pins = (await client.get("/v1/pins", params={"namespace": prompt.namespace.hex()})).json()
+        assert pins == {"pins": [], "next_cursor": None, "is_complete": True}
+    assert max(counts) <= STEP_ENTRIES
+    assert calls == []
+
+
+async def pages(client: httpx.AsyncClient, prompt: Prompt, order: str, *, limit: int) -> list[str]:
+    listed: list[str] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        query = {"namespace": prompt.namespace.hex(), "order": order, "limit": limit, "cursor": cursor}
+        page = (await client.get("/v1/prefixes", params=query)).json()
+        assert len(page["prefixes"]) <= limit
+        listed += [one["prefix"] for one in page["prefixes"]]
+        cursor = page["next_cursor"]
+    return listed
+
+
+async def test_a_walk_that_is_out_of_time_says_so(large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page takes one step: it has what that step showed, is not complete, and its cursor leads on."""
+    made, prompt = large
+    monkeypatch.setattr("kvstore.service.admin.prefixes._WALK_S", 0.0)
+    async with made.client("red") as client:
+        query = {"namespace": prompt.namespace.hex(), "limit": 1000}
+        page = (await client.get("/v1/prefixes", params=query)).json()
+        assert (len(page["prefixes"]), page["is_complete"]) == (STEP_ENTRIES, False)
+        assert len(await pages(client, prompt, "stored", limit=1000)) == MANY + 6
+        page = (await client.get("/v1/prefixes", params={**query, "order": "hits", "limit": 10})).json()
+        assert (len(page["prefixes"]), page["is_complete"]) == (10, False) and page["next_cursor"]
+
+
+async def test_a_namespace_is_deleted_over_several_calls(
+    large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is out of time says that there is more; the same call again goes on, until nothing is left."""
+    made, prompt = large
+    monkeypatch.setattr("kvstore.service.admin.deletion._WHOLE_S", 0.0)
+    path, num_deleted, num_calls = f"/v1/namespaces/{prompt.namespace.hex()}?confirm=true", 0, 0
+    async with made.client("red") as client:
+        while True:
+            num_calls += 1
+            deleted = (await client.delete(path)).json()
+            num_deleted += deleted["by_tier"]["filesystem"]["num_boundaries"]
+            if deleted["is_complete"]:
+                break
+        held = (await client.get(f"/v1/namespaces/{prompt.namespace.hex()}")).json()
+    assert (num_deleted, held["num_boundaries"]) == (MANY + 6, 0)
+    assert num_calls > 1

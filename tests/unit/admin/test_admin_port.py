@@ -1,0 +1,179 @@
+"""The port: who is served without tokens, what stands in its way, and that the data path goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvstore.client import connect
+from kvstore.errors import InvalidRequest
+from kvstore.service.admin.failures import FailureLimit
+from kvstore.service.admin.local_user import is_own_user, user_in_table
+from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
+from kvstore.service.credentials import Credentials
+from kvstore.settings import load_settings
+from kvstore.wire.address import TcpAddress
+from tests.unit.admin.admin_world import World, prompt_of, soon, world
+
+
+async def test_without_tokens_the_own_user_may_do_all(tmp_path: Path) -> None:
+    """A single user's machine needs no set-up: every tenant is seen, and changed."""
+    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+        red = await made.save(prompt_of("a", "red"))
+        assert [one["tenant"] for one in (await client.get("/v1/namespaces")).json()["namespaces"]] == ["red"]
+        assert (await client.get("/metrics")).status_code == 200
+        deleted = (await client.delete(f"/v1/namespaces/{red.namespace.hex()}?confirm=true")).json()
+        assert deleted["by_tier"]["filesystem"]["num_boundaries"] == 6 and deleted["is_complete"]
+
+
+async def test_web_pages_are_refused_without_tokens(tmp_path: Path) -> None:
+    """A page in the user's own browser, by another site's name that leads here or by its own, may not even look."""
+    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+        hosts = ("evil.example", "127.0.0.1.evil.example:80", "", "user@127.0.0.1.evil.example", "[")
+        for field, values in (("host", hosts), ("origin", ("http://evil.example", "null", ""))):
+            for value in values:
+                answer = await client.get("/v1/namespaces", headers={field: value})
+                assert (answer.status_code, answer.json()["field"]) == (403, field), value
+        for host in ("localhost:1", "[::1]:80", "127.0.0.1"):
+            headers = {"host": host, "origin": f"http://{host}"}
+            assert (await client.get("/v1/namespaces", headers=headers)).status_code == 200
+
+
+async def test_other_users_are_refused_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever connects as another user is told what would let it in. (Only root could be another user for real.)"""
+    monkeypatch.setattr("kvstore.service.admin.access.is_own_user", lambda peer, own: False)
+    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+        answer = await client.get("/v1/namespaces")
+        assert answer.status_code == 403 and "credentials_file" in answer.json()["detail"]
+        assert (await client.get("/livez")).status_code == 200
+
+
+def test_the_kernel_tells_the_user_of_a_connection() -> None:
+    """An established connection, by IPv4 and by IPv6, is ours; one that was closed, or is not there, is nobody's."""
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with socket.create_server((host, 0), family=family) as listener:
+            peer = socket.create_connection(listener.getsockname()[:2])
+            accepted, _ = listener.accept()
+            with accepted:
+                ends = peer.getsockname()[:2], accepted.getsockname()[:2]
+                assert is_own_user(*ends)
+                peer.close()
+                assert not is_own_user(*ends)
+
+
+@pytest.mark.parametrize(("state", "inode", "user"), [("01", "77", 1000), ("01", "0", None), ("06", "0", None)])
+def test_closed_connections_are_not_roots(state: str, inode: str, user: int | None) -> None:
+    """The kernel shows what was closed as user 0: it does not count."""
+    shown = 1000 if state == "01" and inode != "0" else 0
+    line = f"   0: 0100007F:9387 0100007F:1B9E {state} 0:0 00:0 0 {shown} 0 {inode} 1 0"
+    assert user_in_table([line], ("127.0.0.1", 0x9387), ("127.0.0.1", 0x1B9E)) == user
+    assert user_in_table([line], ("127.0.0.1", 0x9386), ("127.0.0.1", 0x1B9E)) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "example.org"])
+def test_others_need_tokens(host: str) -> None:
+    """An address beyond the loopback without credentials is refused at the start, by the setting's name."""
+    with pytest.raises(InvalidRequest, match="field=admin_listen"):
+        check_admin_listen(TcpAddress(host, 7070), None)
+    check_admin_listen(TcpAddress(host, 7070), Credentials({"0" * 64: "red"}))
+    check_admin_listen(None, None)
+
+
+async def asked(made: World) -> None:
+    """The data port answers."""
+    store = connect(str(made.server.addresses[0]), token="red token")
+    try:
+        assert (await store.status(deadline=soon()))["namespaces"] == 0
+    finally:
+        await store.aclose()
+
+
+async def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another program has it, or it may not be used: the setting is named, and the service goes on."""
+    async with world(tmp_path) as made:
+        port = int(made.url.rpartition(":")[2])
+        for host, said in (("127.0.0.1", "another program listens there"), ("192.0.2.1", "cannot listen")):
+            settings = load_settings({"admin_listen": f"{host}:{port}", "cold": "memory:"})
+            caplog.clear()
+            async with admin_port(Administered(settings, None, made.store, made.server)) as second:
+                assert second is None
+            assert said in caplog.text and f"field=admin_listen seen={host}:{port}" in caplog.text
+        await asked(made)
+
+
+async def test_a_missing_package_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not installed is named with the command that installs it."""
+    async with world(tmp_path) as made:
+        monkeypatch.setattr("kvstore.service.admin.port.find_spec", lambda name: None)
+        settings = load_settings({"admin_listen": "127.0.0.1:0"})
+        async with admin_port(Administered(settings, None, made.store, made.server)) as port:
+            assert port is None
+        assert "pip install 'kvstore[admin]'" in caplog.text
+        await asked(made)
+
+
+async def test_nothing_is_loaded_before_somebody_asks(tmp_path: Path) -> None:
+    """A service that nobody administers imports no framework and starts no thread; the first request is answered."""
+    code = (
+        "import asyncio, sys, pathlib, threading\n"
+        "from tests.unit.admin.admin_world import world\n"
+        "async def main():\n"
+        "    async with world(pathlib.Path(sys.argv[1])) as made:\n"
+        "        print(made.port.is_started, 'fastapi' in sys.modules, 'uvicorn' in sys.modules)\n"
+        "        async with made.client() as client:\n"
+        "            print((await client.get('/livez')).text)\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert output.decode().splitlines() == ["False False False", '{"status":"alive"}']
+
+
+async def test_it_ends_with_the_service(tmp_path: Path) -> None:
+    """After the end nobody listens there, whether it was asked or not."""
+    for is_asked in (False, True):
+        async with world(tmp_path) as made:
+            if is_asked:
+                async with made.client() as client:
+                    assert (await client.get("/livez")).status_code == 200
+        async with made.client() as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get("/livez")
+
+
+def test_failures_are_counted_by_window() -> None:
+    """Ten in a minute are too many; another address is not meant; when the minute is over all begins anew."""
+
+    class Clock:
+        now_s = 5.0
+
+        def monotonic_s(self) -> float:
+            return self.now_s
+
+        def wall_ms(self) -> int:
+            return 0
+
+    clock = Clock()
+    limit = FailureLimit(clock=clock, addresses_max=2)
+    for _ in range(10):
+        assert limit.wait_s("a") == 0
+        limit.failed("a")
+    assert (limit.wait_s("a"), limit.wait_s("b")) == (60, 0)
+    clock.now_s += 59.5
+    assert limit.wait_s("a") == 1
+    clock.now_s += 0.5
+    assert limit.wait_s("a") == 0
+    limit.failed("a")
+    assert limit.wait_s("a") == 0
+    limit.failed("b")
+    limit.failed("c")
+    assert len(limit._counts) == 2
