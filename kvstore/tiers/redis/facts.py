@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from kvstore.tiers.base import Concern, Severity
 
-__all__ = ["ServerFacts", "concerns_of", "parse_info"]
+__all__ = ["MEMORY_BYTES_MIN", "SLOW_S", "VERSION_MIN", "ServerFacts", "concerns_of", "parse_info", "parse_version"]
 
 MEMORY_BYTES_MIN = 256 << 20
 """Less holds not even the pages of one long prompt (8,192 tokens of a 7B model: 0.5-4 GiB)."""
-_VERSION_MIN = (6, 2)
-_SLOW_S = 0.005
+VERSION_MIN = (6, 2)
+SLOW_S = 0.005
+_DISK_STATES = ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class ServerFacts:
         eviction_policy: Its `maxmemory-policy`.
         num_evicted: Keys evicted since it started.
         latency_s: One small round trip, just now.
+        machine_bytes: Memory of its machine; `None`: it does not say.
+        writes_log: It appends every write to a file.
+        disk_problem: What of its persistence failed last; empty: nothing. It may refuse writes until that is mended.
+        is_cluster_node: It is a node of a cluster.
     """
 
     address: str
@@ -42,6 +47,10 @@ class ServerFacts:
     eviction_policy: str
     num_evicted: int
     latency_s: float
+    machine_bytes: int | None = None
+    writes_log: bool = False
+    disk_problem: str = ""
+    is_cluster_node: bool = False
 
 
 def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
@@ -65,6 +74,10 @@ def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
         eviction_policy=facts.get("maxmemory_policy", ""),
         num_evicted=number("evicted_keys"),
         latency_s=latency_s,
+        machine_bytes=number("total_system_memory") or None,
+        writes_log=facts.get("aof_enabled") == "1",
+        disk_problem=", ".join(name for name in _DISK_STATES if facts.get(name, "ok") != "ok"),
+        is_cluster_node=facts.get("cluster_enabled") == "1",
     )
 
 
@@ -109,24 +122,25 @@ def _concerns_of(server: ServerFacts) -> list[Concern]:
                 f"{MEMORY_BYTES_MIN}): run CONFIG SET maxmemory with more, or set hot to memory:",
             )
         )
-    if (version := _version(server.version)) is not None and server.product == "redis" and version < _VERSION_MIN:
+    if (version := parse_version(server.version)) is not None and server.product == "redis" and version < VERSION_MIN:
         seen.append(
             (
                 Severity.ADVICE,
                 f"this Redis is older than what we test (version {server.version}): upgrade to 6.2 or later",
             )
         )
-    if server.latency_s > _SLOW_S:
+    if server.latency_s > SLOW_S:
         seen.append(
             (
                 Severity.ADVICE,
-                f"a small round trip takes {server.latency_s * 1000:.1f} ms (up to {_SLOW_S * 1000:.0f} ms is usual in "
+                f"a small round trip takes {server.latency_s * 1000:.1f} ms (up to {SLOW_S * 1000:.0f} ms is usual in "
                 "one data centre): check the network, SLOWLOG, and whether it swaps",
             )
         )
     return [Concern(severity, server.address, text) for severity, text in seen]
 
 
-def _version(text: str) -> tuple[int, ...] | None:
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """Its first two numbers, or `None`."""
     parts = text.split(".")[:2]
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) and len(parts) == 2 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -263,6 +263,41 @@ class S3Client:
         except (Absent, NoBucket) as error:
             raise self._no_bucket() from error
         self._bucket_seen = True
+
+    def on_answer(self, tell: Callable[[Mapping[str, str]], None]) -> None:
+        """From now on `tell` gets the header fields, in lower case, of each answer that the general client receives."""
+
+        def received(parsed: Mapping[str, Any], **_: Any) -> None:
+            tell(parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
+
+        self._client.meta.events.register("after-call.s3", received)
+
+    async def lifecycle(self) -> Sequence[Mapping[str, Any]]:
+        """The rules by which S3 removes or moves objects of the bucket by itself, as it spells them.
+
+        Raises:
+            Unavailable: They cannot be read; `details["code"]` is S3's word for why, where it said one.
+        """
+        try:
+            async with self._request():
+                answer = await self._client.get_bucket_lifecycle_configuration(Bucket=self.bucket)
+        except (NoBucket, Absent) as error:
+            raise self._no_bucket() from error
+        except Unavailable as error:
+            if error.details.get("code") == "NoSuchLifecycleConfiguration":
+                return []
+            raise
+        rules: Sequence[Mapping[str, Any]] = answer.get("Rules", ())
+        return rules
+
+    async def list_folders(self, prefix: str) -> Sequence[str]:
+        """What stands between `prefix` and the next slash of names, each once; the first thousand."""
+        try:
+            async with self._request():
+                answer = await self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
+        except NoBucket as error:
+            raise self._no_bucket() from error
+        return [item["Prefix"][len(prefix) : -1] for item in answer.get("CommonPrefixes", ())]
 
     def _no_bucket(self) -> Unavailable:
         self._bucket_seen = False
