@@ -9,6 +9,7 @@ from typing import cast
 import typer
 
 import kvstore
+from kvstore.cli.doctor import doctor
 from kvstore.cli.explain import explain
 from kvstore.cli.reindex import reindex
 from kvstore.cli.serve import serve
@@ -26,6 +27,7 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 app = typer.Typer(
     name="kvstore", help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True, add_completion=False
 )
+app.command()(doctor)
 app.command()(explain)
 app.command()(reindex)
 app.command()(serve)

@@ -23,6 +23,7 @@ from kvstore.testing.servers.redis_tls import TLS_PASSWORD
 from kvstore.tiers.base import PutOutcome, Severity
 from kvstore.tiers.locations_redis import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.examine import examine_redis
 
 pytestmark = pytest.mark.servers
 
@@ -88,6 +89,13 @@ async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
         with pytest.raises(Unavailable, match=r"commands and keys that it lacks \(ACL SETUSER\).*'set'"):
             await tier.put(make_record(1), deadline=Deadline.after(5))
         await tier.aclose()
+
+
+async def test_the_user_of_the_documentation_may_do_all_that_is_tried(tls: TlsRedis) -> None:
+    """`kvstore doctor` has nothing to say against a user with just the rights of docs/redis.md."""
+    seen = await examine_redis(parse_redis(tls.server.url), deadline=Deadline.after(20))
+    assert seen.refused == {}
+    assert [server.role for server in seen.servers] == ["master"]
 
 
 async def test_the_general_client_speaks_tls(tls: TlsRedis) -> None:

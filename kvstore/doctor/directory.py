@@ -1,0 +1,196 @@
+"""A directory for records: may we write there, is there room, what is it on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.doctor.finding import Finding, failed, ok, warning
+from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.sizes import size
+from kvstore.format.names import ROOT
+from kvstore.runtime.deadline import Deadline
+
+__all__ = [
+    "DIRECTORY_NAMES",
+    "DirectoryFacts",
+    "directory_check",
+    "judge_access",
+    "judge_medium",
+    "judge_space",
+    "medium_of",
+]
+
+DIRECTORY_NAMES = ("directory", "directory.space", "directory.medium")
+_FILES_COUNTED_MAX = 50_000
+_PROBE_BYTES = 64 << 10
+_USEFUL_BYTES = 1 << 30
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "glusterfs", "lustre", "beegfs", "gpfs")
+_MEMORY = ("tmpfs", "ramfs")
+_CONTAINER = ("overlay", "aufs")
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryFacts:
+    """What was seen at a directory.
+
+    Attributes:
+        path: Where records are, or will be.
+        exists: It is there, and is a directory.
+        problem: Why a small file could not be written there, or in its nearest parent; empty: it could.
+        free_bytes: What we may still write.
+        total_bytes: Of the file system.
+        used_bytes: Of records there; `None`: too many to count.
+        medium: The file system's type, as the kernel calls it.
+    """
+
+    path: Path
+    exists: bool
+    problem: str
+    free_bytes: int
+    total_bytes: int
+    used_bytes: int | None
+    medium: str
+
+
+def directory_check(path: Path, disk_bytes: int | None) -> Check:
+    """A check of `path`; `disk_bytes` is the setting, `None` where it is left to the service."""
+
+    async def run(tell: Tell, deadline: Deadline) -> None:
+        facts = read_facts(path)
+        tell(judge_access(facts))
+        tell(judge_space(facts, disk_bytes))
+        tell(judge_medium(facts))
+
+    return Check(
+        DIRECTORY_NAMES, run, f"check that the file system of {path} is not a network mount that hangs: df {path}"
+    )
+
+
+def judge_access(facts: DirectoryFacts) -> Finding:
+    """Judge whether records can be kept there at all."""
+    name, expected = "directory", f"{facts.path} can be written to by this user"
+    if not facts.problem:
+        return ok(name, "a file was written and removed" if facts.exists else "not there yet: made at start", expected)
+    fix = f"mkdir -p {facts.path} && chown $(id -un) {facts.path}, or name another in cold (KVSTORE_COLD=file:///dir)"
+    if "Read-only" in facts.problem:
+        fix = f"mount -o remount,rw the file system of {facts.path}, or name another directory in cold (KVSTORE_COLD)"
+    elif "No space" in facts.problem or "quota" in facts.problem:
+        fix = f"free some space: du -xsh {facts.path}; or lower disk_bytes (KVSTORE_DISK_BYTES)"
+    return failed(name, facts.problem, expected, fix)
+
+
+def judge_space(facts: DirectoryFacts, disk_bytes: int | None) -> Finding:
+    """Judge whether what the directory may hold fits."""
+    name, used = "directory.space", facts.used_bytes or 0
+    room = facts.free_bytes + used
+    seen = f"{size(facts.free_bytes)} of {size(facts.total_bytes)} are free"
+    if used:
+        seen += f", records take {size(used)}"
+    fix = f"free space there, or set disk_bytes (KVSTORE_DISK_BYTES) to at most {size(room * 9 // 10)}"
+    if disk_bytes is None:
+        expected = f"at least {size(_USEFUL_BYTES)}, of which a tenth is used unless disk_bytes says more"
+        if room >= _USEFUL_BYTES:
+            return ok(name, seen, expected)
+        fix = f"free space there, or name a directory on a larger disk in cold instead of {facts.path}"
+        return warning(name, seen, expected, fix)
+    expected = f"room for disk_bytes, {size(disk_bytes)}"
+    if disk_bytes <= room:
+        return ok(name, seen, expected)
+    if facts.used_bytes is None and disk_bytes <= facts.total_bytes:
+        return warning(name, f"{seen}, what records take was not counted", expected, fix)
+    return failed(name, seen, expected, fix)
+
+
+def judge_medium(facts: DirectoryFacts) -> Finding:
+    name, expected = "directory.medium", "a local disk that outlives the process"
+    fix = f"name a directory on a local disk in cold (KVSTORE_COLD=file:///dir) instead of {facts.path}"
+    if facts.medium in _MEMORY:
+        seen = f"{facts.medium}: records are gone after a restart of the machine, and take its memory"
+        return warning(name, seen, expected, fix)
+    if facts.medium in _NETWORK or facts.medium.startswith("fuse"):
+        seen = f"{facts.medium}: a network file system, slower than computing in the worst case, and it may hang"
+        return warning(name, seen, expected, f"{fix}; to share records use Redis and S3")
+    if facts.medium in _CONTAINER:
+        seen = f"{facts.medium}: inside the container's own layer, gone with it"
+        return warning(name, seen, expected, f"mount a volume there: docker run -v kvstore:{facts.path}")
+    return ok(name, facts.medium or "unknown", expected)
+
+
+def medium_of(path: Path, mountinfo: str) -> str:
+    """The type of the file system that `path`, absolute and without links, is on; empty: not told.
+
+    Args:
+        path: Where.
+        mountinfo: The text of `/proc/self/mountinfo`; of two mounts at one place the later one is seen.
+    """
+    best, found = -1, ""
+    for line in mountinfo.splitlines():
+        before, _, behind = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not behind:
+            continue
+        mounted = Path(fields[4].replace("\\040", " "))
+        if path.is_relative_to(mounted) and len(mounted.parts) >= best:
+            best, found = len(mounted.parts), behind.split(" ")[0]
+    return found
+
+
+def read_facts(path: Path) -> DirectoryFacts:
+    """Look at a directory; a small file is written there, flushed and removed again.
+
+    Raises:
+        OSError: Not even its parents can be looked at.
+    """
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
+    seen = os.statvfs(place)
+    mountinfo = ""
+    with suppress(OSError):
+        mountinfo = Path("/proc/self/mountinfo").read_text()
+    return DirectoryFacts(
+        path=path,
+        exists=place == path and path.is_dir(),
+        problem=_problem_of(place, is_there=place == path),
+        free_bytes=seen.f_bavail * seen.f_frsize,
+        total_bytes=seen.f_blocks * seen.f_frsize,
+        used_bytes=_used_bytes(path / ROOT),
+        medium=medium_of(place.resolve(), mountinfo),
+    )
+
+
+def _problem_of(place: Path, *, is_there: bool) -> str:
+    if not place.is_dir():
+        return f"{place} is no directory"
+    if not is_there:  # nothing is left behind where nothing was
+        return "" if os.access(place, os.W_OK | os.X_OK) else f"it is not there, and {place} cannot be written to"
+    probe = place / f"doctor-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            left = _PROBE_BYTES
+            while left:  # a disk that becomes full takes a part first
+                left -= os.write(descriptor, bytes(left))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"a file cannot be written: {error.strerror}"
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return ""
+
+
+def _used_bytes(root: Path) -> int | None:
+    total = num_files = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            num_files += 1
+            if num_files > _FILES_COUNTED_MAX:
+                return None
+            with suppress(OSError):
+                total += os.lstat(Path(folder, name)).st_size
+    return total

@@ -1,0 +1,137 @@
+"""Limits of this machine, or container: locked memory, shared memory, memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
+from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.sizes import size
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import Settings
+
+__all__ = ["MachineFacts", "judge_memlock", "judge_memory", "judge_shared_memory", "machine_check"]
+
+_PINNED_BYTES = 512 << 20
+"""`pinned_bytes` of the connector, by default, for each rank."""
+_SHM_BYTES_MIN = 1 << 30
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What this process sees.
+
+    Attributes:
+        num_gpus: Nvidia's.
+        memlock_bytes: `RLIMIT_MEMLOCK`; `None`: unlimited.
+        has_memfd: Sealed memory that processes share can be made.
+        shm_bytes: Of `/dev/shm`; `None`: there is none.
+        memory_bytes: Of the machine.
+        container_bytes: What our container may use; `None`: no less than that.
+    """
+
+    num_gpus: int
+    memlock_bytes: int | None
+    has_memfd: bool
+    shm_bytes: int | None
+    memory_bytes: int
+    container_bytes: int | None
+
+
+def machine_check(settings: Settings, *, is_here: bool) -> Check:
+    """A check; `is_here` says whether the service with these settings runs on this machine."""
+
+    async def run(tell: Tell, deadline: Deadline) -> None:
+        facts = read_facts()
+        tell(judge_memlock(facts))
+        tell(judge_shared_memory(facts))
+        tell(
+            judge_memory(facts, settings.memory_bytes)
+            if is_here
+            else skipped("limits.memory", "the service runs elsewhere: ask there")
+        )
+
+    names = ("limits.memlock", "limits.shared_memory", "limits.memory")
+    return Check(names, run, "mount /proc and /sys into the container")
+
+
+def judge_memlock(facts: MachineFacts) -> Finding:
+    """Pinned memory is locked: below what the ranks pin, an engine falls back to slow copies, or does not start."""
+    name = "limits.memlock"
+    if not facts.num_gpus:
+        return skipped(name, "no Nvidia GPU is seen here, so no memory is pinned")
+    wanted = facts.num_gpus * _PINNED_BYTES
+    expected = f"unlimited, or at least pinned_bytes for each rank ({size(wanted)} for {facts.num_gpus} by default)"
+    if facts.memlock_bytes is None:
+        return ok(name, "unlimited", expected)
+    if facts.memlock_bytes >= wanted:
+        return ok(name, size(facts.memlock_bytes), expected)
+    fix = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a systemd unit"
+    return warning(name, size(facts.memlock_bytes), expected, fix)
+
+
+def judge_shared_memory(facts: MachineFacts) -> Finding:
+    name, expected = "limits.shared_memory", "memfd_create works"
+    if not facts.has_memfd:
+        fix = "let the container's seccomp profile allow memfd_create and F_ADD_SEALS (docker's own does)"
+        return warning(name, "memfd_create is refused: engines receive records by socket, slower", expected, fix)
+    if facts.num_gpus > 1:
+        expected += f", and /dev/shm has {size(_SHM_BYTES_MIN)} for vLLM's ranks"
+        if (facts.shm_bytes or 0) < _SHM_BYTES_MIN:
+            seen = f"/dev/shm has {size(facts.shm_bytes or 0)}"
+            return warning(name, seen, expected, "docker run --ipc=host, or --shm-size=8g")
+    return ok(name, "records are read where they stand", expected)
+
+
+def judge_memory(facts: MachineFacts, wanted_bytes: int) -> Finding:
+    name, there = "limits.memory", min(facts.memory_bytes, facts.container_bytes or facts.memory_bytes)
+    whose = "the container may use" if there < facts.memory_bytes else "the machine has"
+    seen = f"memory_bytes {size(wanted_bytes)}, {whose} {size(there)}"
+    expected = "memory_bytes is at most three quarters of it"
+    fix = f"set memory_bytes (KVSTORE_MEMORY_BYTES) to at most {size(there * 3 // 4)}"
+    if wanted_bytes > there:
+        return failed(name, seen, expected, f"{fix}: the kernel kills the service once it is full")
+    return ok(name, seen, expected) if wanted_bytes <= there * 3 // 4 else warning(name, seen, expected, fix)
+
+
+def read_facts() -> MachineFacts:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return MachineFacts(
+        num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        has_memfd=_has_memfd(),
+        shm_bytes=_total_bytes(Path("/dev/shm")),
+        memory_bytes=memory_bytes,
+        container_bytes=_least(_CGROUP_LIMITS, memory_bytes),
+    )
+
+
+def _has_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError:
+        return False
+    return True
+
+
+def _total_bytes(path: Path) -> int | None:
+    try:
+        seen = os.statvfs(path)
+    except OSError:
+        return None
+    return seen.f_blocks * seen.f_frsize
+
+
+def _least(paths: Iterable[Path], below: int) -> int | None:
+    found = []
+    for path in paths:
+        with suppress(OSError, ValueError):
+            found.append(int(path.read_text()))
+    return min((number for number in found if number < below), default=None)

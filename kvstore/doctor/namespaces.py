@@ -1,0 +1,215 @@
+"""Namespaces that the store knows: would two engines share one, and if not, which field differs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from kvstore.compose import open_catalog, open_tier
+from kvstore.doctor.finding import Finding, ok, skipped, warning
+from kvstore.doctor.running import Check, Tell
+from kvstore.errors import KVStoreError
+from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from kvstore.format.names import ROOT, manifest_name
+from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import Settings
+from kvstore.tiers.gather import gather_all
+from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
+
+__all__ = ["Difference", "differences", "judge_namespaces", "namespaces_check"]
+
+_NAME = "namespaces"
+_READ_MAX = 200
+_PAIRS_MAX = 3
+_FIELDS_MAX = 4
+_SHOWN_MAX = 48
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+_FIXES = (
+    ("format", "one release of kvstore for both engines"),
+    ("architecture", "the same model"),
+    ("weights_id", "the same weights_id for both engines, or for none: then both use the digest of their files"),
+    ("compute_dtype", "the same --dtype"),
+    ("quantization", "the same --quantization"),
+    ("cache_dtype", "the same --kv-cache-dtype"),
+    ("model_rules", "the same --max-model-len, --hf-overrides and quantisation settings"),
+    ("model_config", "the same config.json and --hf-overrides"),
+    (r"layout\..*packing\.vllm", "one release of vLLM"),
+    (r"layout\..*packing\.(isa|machine)", "processors of one instruction set, or GPUs"),
+    (r"layout\..*packing\.(backend|cell|convolution)", "the same attention backend, on the same kind of device"),
+    (r"layout\..*tensor_parallel_size", "the same --tensor-parallel-size, which recurrent states ask for"),
+    (r"layout\..*drafts", "the same --speculative-config"),
+    (r"layout\.", "the same --block-size"),
+    ("", "the same settings of vLLM"),
+)
+"""By what a field's path starts with: what engines should have in common. The first one that fits; causes come before
+what follows from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field of two descriptions.
+
+    Attributes:
+        field: Its path, like `layout.groups[0].heads`.
+        one: Its value, as JSON; empty where there is none.
+        other: Likewise.
+    """
+
+    field: str
+    one: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {_cut(self.one)} / {_cut(self.other)}"
+
+
+def namespaces_check(settings: Settings) -> Check:
+    async def run(tell: Tell, deadline: Deadline) -> None:
+        try:
+            found = await _read(settings, deadline)
+        except ImportError:
+            tell(skipped(_NAME, "the client is not installed: see packages"))
+        except KVStoreError as error:
+            tell(skipped(_NAME, f"they cannot be read: {error.message}"))
+        else:
+            tell(judge_namespaces(found))
+
+    return Check((_NAME,), run, "check hot and cold first, whose descriptions are read")
+
+
+def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
+    """Judge whether engines that could share a namespace do."""
+    expected = "engines of one model share one namespace"
+    if not found:
+        return skipped(_NAME, "no engine has opened one yet: run this again when two have started")
+    pairs = [
+        (differs, one, other)
+        for one, other in combinations(found, 2)
+        if one.tenant == other.tenant and _could_share(differs := differences(one.fields, other.fields))
+    ]
+    if not pairs:
+        seen = f"{len(found)} namespace{'s' * (len(found) > 1)}, none of which should be another"
+        return ok(_NAME, "one namespace, which all engines share" if len(found) == 1 else seen, expected)
+    nearest = sorted(pairs, key=lambda pair: len(pair[0]))[:_PAIRS_MAX]
+    seen = "; ".join(_describe(*pair) for pair in nearest)
+    if len(pairs) > len(nearest):
+        seen += f"; and {len(pairs) - len(nearest)} pairs more"
+    causes = dict.fromkeys(_fix_of(differs[0].field) for differs, _, _ in nearest)
+    fix = f"give these engines {'; '.join(causes)} (a namespace that no engine uses any more does no harm)"
+    return warning(_NAME, seen, expected, fix)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
+    """Every field that differs, causes before what follows from them."""
+    ours, theirs = dict(_flat(one)), dict(_flat(other))
+    paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
+    paths.sort(key=lambda path: (_rank(path), path))
+    return [Difference(path, ours.get(path, ""), theirs.get(path, "")) for path in paths]
+
+
+def _could_share(differs: Sequence[Difference]) -> bool:
+    """The same weights in another setting; or the same in all but the name that one operator gave the weights."""
+    weights = next((difference for difference in differs if difference.field == "weights_id"), None)
+    if weights is None:
+        return True
+    are_digests = [_DIGEST.fullmatch(json.loads(value or '""')) is not None for value in (weights.one, weights.other)]
+    return len(differs) == 1 and any(are_digests) and not all(are_digests)
+
+
+def _describe(differs: Sequence[Difference], one: NamespaceDescription, other: NamespaceDescription) -> str:
+    shown = ", ".join(map(str, differs[:_FIELDS_MAX]))
+    more = f" and {len(differs) - _FIELDS_MAX} fields more" if len(differs) > _FIELDS_MAX else ""
+    model = one.fields.get("architecture", "a model")
+    return f"{model} has two, {one.id.hex()[:8]} and {other.id.hex()[:8]}, which differ in {shown}{more}"
+
+
+def _fix_of(field: str) -> str:
+    return _FIXES[_rank(field)][1]
+
+
+def _rank(field: str) -> int:
+    return next(rank for rank, (start, _) in enumerate(_FIXES) if re.match(start, field))
+
+
+def _cut(value: str) -> str:
+    if not value:
+        return "nothing"
+    return value if len(value) <= _SHOWN_MAX else f"{value[:_SHOWN_MAX]}..."
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{path}[{index}]")
+    else:
+        yield path, json.dumps(value, sort_keys=True)
+
+
+async def _read(settings: Settings, deadline: Deadline) -> list[NamespaceDescription]:
+    """The descriptions of what the store knows, from wherever they stand; lost and damaged ones are left out."""
+    if isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation):
+        return _read_directory(settings.cold.path)
+    async with AsyncExitStack() as stack:
+        ids = await _ids(settings, stack, deadline)
+        locations = [place for place in (settings.hot, settings.cold) if not isinstance(place, NoTier | FileLocation)]
+        tiers = [await stack.enter_async_context(open_tier(location, settings)) for location in locations]
+        folder = settings.cold.path if isinstance(settings.cold, FileLocation) else None
+
+        async def describe(namespace: NamespaceId) -> NamespaceDescription | None:
+            for tier in tiers:
+                with suppress(KVStoreError):
+                    manifest = await tier.get_manifest(namespace, deadline=deadline)
+                    if manifest is not None:
+                        return parse_manifest(manifest, namespace)
+            return None if folder is None else _read_manifest(folder, namespace)
+
+        described = await gather_all([describe(namespace) for namespace in ids])
+    return [description for description in described if description is not None]
+
+
+async def _ids(settings: Settings, stack: AsyncExitStack, deadline: Deadline) -> list[NamespaceId]:
+    match settings.hot, settings.cold:
+        case RedisLocation(), _:
+            catalog = await stack.enter_async_context(open_catalog(settings))
+            found = list(await catalog.namespaces(deadline=deadline))
+        case _, S3Location() as location:
+            from kvstore.tiers.s3.examine import open_examiner
+
+            bucket = await stack.enter_async_context(open_examiner(location))
+            found = [NamespaceId(bytes.fromhex(name)) for name in await bucket.namespaces() if _is_id(name)]
+        case _:
+            found = []
+    return found[:_READ_MAX]
+
+
+def _read_directory(root: Path) -> list[NamespaceDescription]:
+    try:
+        found = sorted(path.name for path in (root / ROOT).iterdir() if _is_id(path.name))[:_READ_MAX]
+    except FileNotFoundError:
+        return []
+    described = [_read_manifest(root, NamespaceId(bytes.fromhex(name))) for name in found]
+    return [description for description in described if description is not None]
+
+
+def _read_manifest(root: Path, namespace: NamespaceId) -> NamespaceDescription | None:
+    try:
+        with (root / manifest_name(namespace)).open("rb") as file:
+            return parse_manifest(file.read(MAX_MANIFEST_BYTES + 1), namespace)
+    except (OSError, KVStoreError):
+        return None
+
+
+def _is_id(name: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32}", name) is not None

@@ -1,0 +1,150 @@
+"""S3: is the bucket there, may we, does it keep its promises, will it delete what is used most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.doctor.clocks import judge_clock
+from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
+from kvstore.doctor.running import Check, Tell
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.tiers.locations import S3Location, without_secrets
+
+if TYPE_CHECKING:  # it needs the extra `s3`
+    from kvstore.tiers.s3.examine import BucketExaminer, Trial
+    from kvstore.tiers.s3.lifecycle import LifecycleRule
+
+__all__ = [
+    "S3_NAMES",
+    "judge_clock_of",
+    "judge_conditional",
+    "judge_lifecycle",
+    "judge_refusal",
+    "judge_rights",
+    "s3_check",
+]
+
+S3_NAMES = ("s3", "s3.clock", "s3.rights", "s3.conditional_writes", "s3.lifecycle")
+_RIGHTS = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
+_LOGIN_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")
+_LOGIN_FIX = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) of this endpoint where the service starts"
+)
+_SLOW_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
+"""What is there cannot be read without a restore of hours."""
+
+
+def s3_check(location: S3Location) -> Check:
+    """All about one location.
+
+    Raises:
+        ImportError: The client is not installed.
+    """
+    from kvstore.tiers.s3.examine import open_examiner  # it takes a while, which no deadline is to notice
+
+    async def run(tell: Tell, deadline: Deadline) -> None:
+        async with open_examiner(location) as bucket:
+            await _look_at(bucket, location, tell)
+
+    where = without_secrets(location.endpoint_url or "the endpoint")
+    return Check(S3_NAMES, run, f"check that {where} runs and is reached from here (network, firewall, HTTP proxy)")
+
+
+async def _look_at(bucket: BucketExaminer, location: S3Location, tell: Tell) -> None:
+    try:
+        await bucket.namespaces()
+    except KVStoreError as error:
+        found = judge_refusal(location, error)
+        tell(found or ok("s3", f"{location} is there", "the bucket is there"))
+        tell(judge_clock_of(bucket.clock_offset_s))
+        if found is not None:
+            for name in S3_NAMES[2:]:
+                tell(skipped(name, "see s3"))
+            return
+    else:
+        tell(ok("s3", f"{location} is there", "the bucket is there"))
+        tell(judge_clock_of(bucket.clock_offset_s))
+    trial = await bucket.try_out()
+    tell(judge_rights(location, trial))
+    tell(judge_conditional(trial))
+    try:
+        tell(judge_lifecycle(location, await bucket.rules()))
+    except Unavailable as error:
+        if "code" not in error.details:
+            raise
+        why = f"the rules cannot be read ({error.details['code']}; s3:GetLifecycleConfiguration): look yourself"
+        tell(skipped("s3.lifecycle", why))
+
+
+def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
+    """Judge why names cannot be listed; `None`: only that is not allowed, which the rights tell."""
+    text, code, expected = str(error), error.details.get("code"), f"{location} is there, and takes our credentials"
+    if "does not exist" in error.message:
+        fix = f"aws s3 mb s3://{location.bucket} (with --endpoint-url where it is not Amazon's), or correct cold"
+        return failed("s3", f"no bucket {location.bucket} at this endpoint", expected, fix)
+    if code == "AccessDenied":
+        return None
+    if code in _LOGIN_CODES or "credentials" in error.message:
+        return failed("s3", f"the credentials are refused: {code or error.message}", expected, _LOGIN_FIX)
+    if code == "RequestTimeTooSkewed":
+        return failed(
+            "s3", "requests are refused for their time", expected, "set this machine's clock: timedatectl set-ntp true"
+        )
+    next_step = error.message.partition(": ")[2] or "check cold (KVSTORE_COLD), its endpoint_url and the network"
+    return failed("s3", text, expected, next_step)
+
+
+def judge_rights(location: S3Location, trial: Trial) -> Finding:
+    """Judge what may be done with one small object."""
+    name, expected = "s3.rights", f"{_RIGHTS} on {location}"
+    if trial.refused:
+        seen = ", ".join(f"{right} is refused ({code})" for right, code in trial.refused.items())
+        objects = ", ".join(right for right in trial.refused if right != "s3:ListBucket")
+        fix = f"allow {objects} on arn:aws:s3:::{location.bucket}/{location.prefix}* " if objects else "allow "
+        fix += f"s3:ListBucket on arn:aws:s3:::{location.bucket} " if "s3:ListBucket" in trial.refused else ""
+        return failed(name, seen, expected, f"{fix}in the policy of these credentials")
+    if trial.wrong:
+        fix = "use an endpoint with read-after-write consistency, and no cache between"
+        return failed(name, trial.wrong, expected, fix)
+    return ok(name, "an object was put, read, listed and removed", expected)
+
+
+def judge_conditional(trial: Trial) -> Finding:
+    """Judge whether of two writers of one name the first wins."""
+    name, expected = "s3.conditional_writes", "If-None-Match: * refuses a second put"
+    if trial.writes_once is None:
+        return skipped(name, "see s3.rights")
+    if not trial.writes_once:
+        seen = "a second put under one name was not refused: of two engines the last one wins"
+        return failed(
+            name, seen, expected, "upgrade the S3 server to a release with conditional writes, or use another"
+        )
+    return ok(name, "a second put was refused", expected)
+
+
+def judge_lifecycle(location: S3Location, rules: Sequence[LifecycleRule]) -> Finding:
+    """Judge rules that touch records: they go by age, and what is used most is oldest."""
+    name, expected = "s3.lifecycle", "no rule removes or archives records: cold_bytes and cold_unused_s bound them"
+    api = f"aws s3api get-bucket-lifecycle-configuration --bucket {location.bucket}"
+    for rule in rules:
+        if rule.expires is not None:
+            seen = f"rule {rule.name!r} removes objects {rule.expires}: the oldest prefixes, which are used most"
+            fix = f"remove it, or give it another prefix ({api}), and set cold_bytes or cold_unused_s instead"
+            return failed(name, seen, expected, fix)
+    for rule in rules:
+        moves = ", ".join(f"to {target} {when}" for target, when in rule.moves_to.items())
+        seen = f"rule {rule.name!r} moves objects {moves}"
+        fix = f"remove it, or give it another prefix ({api})"
+        if any(target in _SLOW_CLASSES for target in rule.moves_to):
+            return failed(name, f"{seen}, where they cannot be read", expected, fix)
+        return warning(name, f"{seen}, where each read is billed", expected, fix)
+    return ok(name, "no rule touches records", expected)
+
+
+def judge_clock_of(offset_s: float | None) -> Finding:
+    """Judge the endpoint's clock, which it tells to a second."""
+    if offset_s is None:
+        return skipped("s3.clock", "no answer told its date")
+    return judge_clock("s3.clock", "the S3 endpoint", offset_s, 1.0)

@@ -1,0 +1,72 @@
+"""Python, vLLM and the packages that the settings ask for: read from what is installed, without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from kvstore.doctor.finding import Finding, failed, ok, skipped
+from kvstore.doctor.running import Check, Tell
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import Settings
+from kvstore.tiers.locations import RedisLocation, S3Location
+
+__all__ = ["PYTHON_MIN", "SUPPORTED_VLLM", "judge_packages", "judge_python", "judge_vllm", "versions_check"]
+
+PYTHON_MIN = (3, 11)
+SUPPORTED_VLLM = ("0.32",)
+"""The same as the connector's, which cannot be imported without vLLM; a test compares them."""
+
+_EXTRAS = {"redis": ("redis", "hiredis"), "s3": ("aioboto3",)}
+
+
+def versions_check(settings: Settings) -> Check:
+    async def run(tell: Tell, deadline: Deadline) -> None:
+        tell(judge_python(sys.version_info[:3]))
+        tell(judge_vllm(_installed("vllm")))
+        tell(judge_packages(extras_of(settings), lambda name: importlib.util.find_spec(name) is not None))
+
+    return Check(("python", "vllm", "packages"), run, "reinstall kvstore: pip install --force-reinstall kvstore")
+
+
+def judge_python(seen: Sequence[int]) -> Finding:
+    text, least = ".".join(map(str, seen)), ".".join(map(str, PYTHON_MIN))
+    if tuple(seen) < PYTHON_MIN:
+        return failed("python", text, f"{least} or later", f"make the environment anew with Python {least}")
+    return ok("python", text, f"{least} or later")
+
+
+def judge_vllm(seen: str | None) -> Finding:
+    """Judge the installed version, or `None`."""
+    expected = " or ".join(f"{release}.x" for release in SUPPORTED_VLLM)
+    if seen is None:
+        return skipped("vllm", "vLLM is not installed in this Python: ask the engine's")
+    if not any(seen == release or seen.startswith(f"{release}.") for release in SUPPORTED_VLLM):
+        fix = f"pip install 'vllm=={SUPPORTED_VLLM[-1]}.*', or take the release of kvstore that is made for vLLM {seen}"
+        return failed("vllm", f"{seen}: engines run without the store", expected, fix)
+    return ok("vllm", seen, expected)
+
+
+def extras_of(settings: Settings) -> list[str]:
+    """The extras of our package that the settings need."""
+    needed = {"redis": isinstance(settings.hot, RedisLocation), "s3": isinstance(settings.cold, S3Location)}
+    return [extra for extra, is_needed in needed.items() if is_needed]
+
+
+def judge_packages(extras: Sequence[str], is_installed: Callable[[str], bool]) -> Finding:
+    missing = {extra: [name for name in _EXTRAS[extra] if not is_installed(name)] for extra in extras}
+    lacking = [extra for extra in extras if missing[extra]]
+    expected = f"what {' and '.join(extras) or 'memory and a directory'} need"
+    if lacking:
+        names = ", ".join(name for extra in lacking for name in missing[extra])
+        return failed("packages", f"not installed: {names}", expected, f"pip install 'kvstore[{','.join(lacking)}]'")
+    return ok("packages", "all installed" if extras else "the base installation is enough", expected)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,362 @@
+"""Each check's judgement: facts in, verdict, what was seen and a fix out."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.doctor.clocks import judge_clock
+from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
+from kvstore.doctor.finding import Finding, Verdict
+from kvstore.doctor.machine import MachineFacts, judge_memlock, judge_memory, judge_shared_memory
+from kvstore.doctor.namespaces import differences, judge_namespaces
+from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
+from kvstore.doctor.s3 import judge_clock_of, judge_conditional, judge_lifecycle, judge_rights
+from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
+from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
+from kvstore.doctor.sizes import size
+from kvstore.doctor.versions import PYTHON_MIN, SUPPORTED_VLLM, judge_packages, judge_python, judge_vllm
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.kinds import FullAttention
+from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.settings import parse_bytes
+from kvstore.tiers.locations import S3Location
+from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.redis.examine import RedisExamination
+from kvstore.tiers.redis.facts import ServerFacts
+from kvstore.tiers.s3.examine import Trial
+from kvstore.tiers.s3.lifecycle import parse_rules
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 1 << 30
+
+OK, WARNING, FAILED, SKIPPED = Verdict.OK, Verdict.WARNING, Verdict.FAILED, Verdict.SKIPPED
+
+
+def check(finding: Finding, verdict: Verdict, seen: str = "", fix: str = "") -> None:
+    """A finding is as it should be, and mends what it complains of."""
+    assert finding.verdict is verdict, finding
+    assert seen in finding.seen and fix in finding.fix, finding
+    assert bool(finding.fix) == (verdict in (WARNING, FAILED)), finding
+    assert bool(finding.expected) == (verdict is not SKIPPED), finding
+
+
+def test_sizes_are_read_back_by_the_settings() -> None:
+    """What a fix names can be put into a setting."""
+    for num_bytes in (1, 1023, 1024, 512 << 20, 3 << 29, 7 << 40):
+        assert parse_bytes(size(num_bytes)) == num_bytes
+
+
+# versions
+
+
+def test_supported_versions_are_those_of_the_project() -> None:
+    """The doctor's list is the connector's, and its Python the one that the package asks for."""
+    module = ast.parse((ROOT / "connector" / "vllm_facts.py").read_text())
+    (assigned,) = [
+        ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_VLLM"
+    ]
+    assert assigned == SUPPORTED_VLLM
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=" + ".".join(map(str, PYTHON_MIN))
+
+
+def test_versions() -> None:
+    """Python and vLLM within and without the supported range, and packages that the settings need."""
+    check(judge_python((3, 12, 1)), OK, "3.12.1")
+    check(judge_python((3, 10, 9)), FAILED, "3.10.9", "Python 3.11")
+    check(judge_vllm(None), SKIPPED, "not installed")
+    check(judge_vllm("0.32.0+cpu"), OK)
+    check(judge_vllm("0.33.1"), FAILED, "0.33.1", "pip install 'vllm==0.32.*'")
+    check(judge_vllm("0.320.0"), FAILED)
+    check(judge_packages([], lambda name: False), OK)
+    check(judge_packages(["redis", "s3"], lambda name: True), OK)
+    check(judge_packages(["redis", "s3"], lambda name: name == "redis"), FAILED, "hiredis", "'kvstore[redis,s3]'")
+
+
+# this machine
+
+MACHINE = MachineFacts(0, 8 << 20, True, 64 << 20, 64 * GIB, None)
+
+
+def test_limits() -> None:
+    """Without GPUs nothing is pinned; with them locked memory and /dev/shm count; memory always does."""
+    check(judge_memlock(MACHINE), SKIPPED)
+    check(judge_memlock(replace(MACHINE, num_gpus=2)), WARNING, "8MiB", "ulimit -l unlimited")
+    check(judge_memlock(replace(MACHINE, num_gpus=2, memlock_bytes=GIB)), OK)
+    check(judge_memlock(replace(MACHINE, num_gpus=2, memlock_bytes=None)), OK, "unlimited")
+    check(judge_shared_memory(MACHINE), OK)
+    check(judge_shared_memory(replace(MACHINE, has_memfd=False)), WARNING, "memfd_create", "seccomp")
+    check(judge_shared_memory(replace(MACHINE, num_gpus=2)), WARNING, "64MiB", "--shm-size")
+    check(judge_shared_memory(replace(MACHINE, num_gpus=2, shm_bytes=None)), WARNING)
+    check(judge_memory(MACHINE, 6 * GIB), OK)
+    check(judge_memory(MACHINE, 60 * GIB), WARNING, "60GiB", "at most 48GiB")
+    check(judge_memory(replace(MACHINE, container_bytes=4 * GIB), 6 * GIB), FAILED, "the container may use", "3GiB")
+
+
+def test_clocks() -> None:
+    """Apart by less than the measurement's error is together; minutes are what S3 refuses."""
+    check(judge_clock("redis.clock", "Redis", 1.9, 0.0), OK)
+    check(judge_clock("redis.clock", "Redis", -30.0, 0.1), WARNING, "30.0 s behind", "timedatectl")
+    check(judge_clock("redis.clock", "Redis", 3600.0, 0.1), FAILED, "3600.0 s ahead")
+    check(judge_clock("redis.clock", "Redis", 10.0, 9.0), OK)
+    check(judge_clock_of(None), SKIPPED)
+    check(judge_clock_of(-1200.0), FAILED)
+
+
+# the service
+
+
+def test_services() -> None:
+    """Down, refusing our token, of another release, with a tier that does not answer or records put aside."""
+    down = Unavailable("the service is not reachable", url="unix:/run/s", reason="cannot connect")
+    check(judge_unreachable("unix:/run/s", down), FAILED, "not reachable", "kvstore serve --listen unix:/run/s")
+    check(judge_unreachable("tcp://h:7", down), FAILED, "", "firewall")
+    refused = Unavailable("the service is not reachable", reason="the token is wrong")
+    check(judge_unreachable("tcp://h:7", refused), FAILED, "token", "KVSTORE_TOKEN_FILE")
+    open_file = InvalidRequest("others may read the token: chmod 600 it", path="/etc/token")
+    check(judge_unreachable("tcp://h:7", open_file), FAILED, "", "chmod 600 /etc/token")
+    check(judge_release({"version": "1.2"}, "1.2"), OK)
+    check(judge_release({"version": "1.1"}, "1.2"), WARNING, "1.1", "pip install")
+    tiers = {"memory": {"healthy": True, "num_quarantined": 0}, "redis": {"healthy": True, "num_quarantined": 0}}
+    check(judge_tiers({"tiers": tiers}), OK, "memory, redis")
+    tiers["redis"]["num_quarantined"] = 3
+    check(judge_tiers({"tiers": tiers}), WARNING, "redis put 3", "kvstore verify")
+    tiers["redis"] = {"healthy": False, "reason": "the breaker is open"}
+    check(judge_tiers({"tiers": tiers}), FAILED, "the breaker is open", "redis")
+
+
+# Redis
+
+SERVER = ServerFacts(
+    *("10.0.0.1:6379", "redis", "7.0.15", "master", 1, GIB, 8 * GIB, "volatile-lru", 0, 0.0004),
+    machine_bytes=16 * GIB,
+)
+SEEN = RedisExamination((SERVER,), {SERVER.address: (0.01, 0.001)}, {}, 0, {})
+STANDALONE = parse_redis("redis://:hunter2@10.0.0.1/0")
+CLUSTER = parse_redis("redis+cluster://10.0.0.1,10.0.0.2")
+SENTINEL = parse_redis("redis+sentinel://10.0.0.7,10.0.0.8/main")
+
+
+def test_a_good_redis() -> None:
+    """Every finding is there, in order, and fine."""
+    found = judge_redis(STANDALONE, SEEN)
+    assert tuple(finding.name for finding in found) == REDIS_NAMES
+    assert {finding.verdict for finding in found} == {OK}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "verdict", "seen", "fix"),
+    [
+        ({"version": "6.0.16"}, "redis.version", FAILED, "redis 6.0.16 at 10.0.0.1:6379", "Redis 6.2 or later"),
+        ({"version": "6.2.14"}, "redis.version", OK, "6.2.14", ""),
+        ({"product": "valkey", "version": "1.0"}, "redis.version", OK, "valkey", ""),
+        ({"version": "unstable"}, "redis.version", OK, "unstable", ""),
+        ({"limit_bytes": None}, "redis.memory", WARNING, "no maxmemory", "CONFIG SET maxmemory 12288mb"),
+        ({"limit_bytes": 64 << 20}, "redis.memory", WARNING, "64MiB", "12288mb"),
+        ({"limit_bytes": 16 * GIB}, "redis.memory", WARNING, "its machine has 16GiB", "12288mb"),
+        ({"limit_bytes": None, "machine_bytes": None}, "redis.memory", WARNING, "", "CONFIG SET maxmemory <bytes>"),
+        ({"eviction_policy": "allkeys-lfu"}, "redis.policy", FAILED, "allkeys-lfu", "volatile-lru"),
+        ({"eviction_policy": "noeviction"}, "redis.policy", WARNING, "noeviction", "volatile-lru"),
+        ({"eviction_policy": "volatile-ttl"}, "redis.policy", OK, "volatile-ttl", ""),
+        ({"writes_log": True}, "redis.persistence", WARNING, "append-only", "CONFIG SET appendonly no"),
+        ({"disk_problem": "rdb_last_bgsave_status"}, "redis.persistence", FAILED, "rdb_last_bgsave", "CONFIG SET save"),
+        ({"latency_s": 0.02}, "redis.latency", WARNING, "20.00 ms", "SLOWLOG"),
+        ({"role": "slave"}, "redis.topology", FAILED, "is a replica", "redis+sentinel://"),
+        ({"is_cluster_node": True}, "redis.topology", FAILED, "Cluster", "redis+cluster://"),
+    ],
+)
+def test_servers(changes: dict[str, object], name: str, verdict: Verdict, seen: str, fix: str) -> None:
+    """One thing about one server is judged by itself; of two servers the worse one is told of."""
+    server = replace(SERVER, **changes)  # type: ignore[arg-type]
+    by_name = {finding.name: finding for finding in judge_redis(STANDALONE, replace(SEEN, servers=(server,)))}
+    check(by_name[name], verdict, seen, fix)
+    assert {finding.verdict for finding in by_name.values() if finding.name != name} == {OK}
+    if name != "redis.topology":
+        pair = judge_redis(CLUSTER, replace(SEEN, servers=(SERVER, server)))
+        check(next(finding for finding in pair if finding.name == name), verdict, "", fix)
+
+
+@pytest.mark.parametrize(
+    ("refused", "fix"),
+    [
+        ({"keys c1t/*": "NOPERM No permissions to access a key"}, "ACL SETUSER"),
+        ({"writes": "OOM command not allowed when used memory > 'maxmemory'."}, "raise maxmemory"),
+        ({"writes": "MISCONF Redis is configured to save RDB snapshots"}, "CONFIG SET save"),
+        ({"writes": "READONLY You can't write against a read only replica."}, "primary"),
+        ({"keys v1/*": "MOVED 1 10.0.0.2:6379"}, "redis+cluster://"),
+    ],
+)
+def test_what_a_redis_refuses(refused: dict[str, str], fix: str) -> None:
+    """The server's own words, and what helps against them."""
+    rights = judge_redis(STANDALONE, replace(SEEN, refused=refused))[1]
+    check(rights, FAILED, next(iter(refused.values())), fix)
+
+
+def test_topologies() -> None:
+    """Slots that nobody serves, primaries without replica, sentinels that disagree."""
+
+    def topology(location: object, seen: RedisExamination) -> Finding:
+        return judge_redis(location, seen)[2]  # type: ignore[arg-type]
+
+    check(topology(CLUSTER, SEEN), OK)
+    check(topology(CLUSTER, replace(SEEN, num_slots_missing=5461)), FAILED, "5461", "--cluster fix")
+    alone = replace(SEEN, servers=(replace(SERVER, num_replicas=0),))
+    check(topology(CLUSTER, alone), WARNING, SERVER.address, "add-node")
+    agreed = {"10.0.0.7:26379": "10.0.0.1:6379", "10.0.0.8:26379": "10.0.0.1:6379"}
+    check(topology(SENTINEL, replace(SEEN, sentinels=agreed)), OK, "2 sentinels")
+    apart = {**agreed, "10.0.0.8:26379": "no answer: cannot connect"}
+    check(topology(SENTINEL, replace(SEEN, sentinels=apart)), WARNING, "10.0.0.8:26379: no answer", "SENTINEL RESET")
+    check(topology(SENTINEL, replace(alone, sentinels=agreed)), WARNING, "no replica", "replicaof")
+
+
+def test_why_a_redis_cannot_be_looked_at() -> None:
+    """A login, a hang, anything else: the next step, and no secret."""
+    error = Unavailable("Redis refused a command: put user and password into the url", seen="NOAUTH Authentication")
+    check(judge_refusal(STANDALONE, error), FAILED, "NOAUTH", "KVSTORE_HOT")
+    error = Unavailable("a command to Redis did not end before its deadline")
+    check(judge_refusal(STANDALONE, error), FAILED, "", "redis-cli -h 10.0.0.1 -p 6379 PING")
+    error = Unavailable("cannot connect to Redis: check that a server runs there and that the url names it")
+    check(judge_refusal(STANDALONE, error), FAILED, "", "check that a server runs there")
+    assert "hunter2" not in str(judge_refusal(STANDALONE, error))
+
+
+# S3
+
+BUCKET = S3Location("pages", "fleet")
+GOOD = Trial({}, "", True)
+
+
+def test_buckets() -> None:
+    """Missing, refusing us, refusing some of what we do, forgetting what was put, taking a second put."""
+
+    def refused(code: str, status: int = 403) -> Unavailable:
+        return Unavailable("S3 refused a request: see the endpoint's log", code=code, status=status)
+
+    missing = Unavailable("the S3 bucket does not exist: create it, or correct its name", bucket="pages")
+    for error, seen, fix in (
+        (missing, "no bucket pages", "aws s3 mb s3://pages"),
+        (refused("InvalidAccessKeyId"), "InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"),
+        (refused("RequestTimeTooSkewed"), "time", "timedatectl"),
+        (Unavailable("there are no S3 credentials: set AWS_ACCESS_KEY_ID"), "credentials", "AWS_ACCESS_KEY_ID"),
+        (refused("PermanentRedirect", 301), "PermanentRedirect", "see the endpoint's log"),
+    ):
+        finding = judge_s3_refusal(BUCKET, error)
+        assert finding is not None
+        check(finding, FAILED, seen, fix)
+    assert judge_s3_refusal(BUCKET, refused("AccessDenied")) is None
+    check(judge_rights(BUCKET, GOOD), OK)
+    trial = replace(GOOD, refused={"s3:ListBucket": "AccessDenied"})
+    check(judge_rights(BUCKET, trial), FAILED, "s3:ListBucket", "allow s3:ListBucket on arn:aws:s3:::pages in")
+    trial = replace(GOOD, refused={"s3:PutObject": "AccessDenied"}, writes_once=None)
+    check(judge_rights(BUCKET, trial), FAILED, "s3:PutObject", "arn:aws:s3:::pages/fleet*")
+    check(judge_conditional(trial), SKIPPED)
+    check(judge_rights(BUCKET, replace(GOOD, wrong="it is not listed")), FAILED, "not listed", "consistency")
+    check(judge_conditional(GOOD), OK)
+    check(judge_conditional(replace(GOOD, writes_once=False)), FAILED, "not refused", "upgrade")
+
+
+DAYS = {"Expiration": {"Days": 30}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "verdict", "seen"),
+    [
+        ({"Prefix": "", **DAYS}, FAILED, "after 30 days"),
+        ({"Filter": {"Prefix": "fleet/"}, **DAYS}, FAILED, "after 30 days"),
+        ({"Filter": {"Prefix": "fleet/v1/0"}, **DAYS}, FAILED, "after 30 days"),
+        ({"Filter": {"And": {"Prefix": "fl", "ObjectSizeGreaterThan": 1}}, **DAYS}, FAILED, "after 30 days"),
+        ({"Filter": {}, "Expiration": {"Date": "2030-01-01"}}, FAILED, "on 2030-01-01"),
+        ({"Filter": {}, "Transitions": [{"Days": 9, "StorageClass": "GLACIER"}]}, FAILED, "cannot be read"),
+        ({"Filter": {}, "Transitions": [{"Days": 9, "StorageClass": "STANDARD_IA"}]}, WARNING, "billed"),
+        ({"Filter": {"Prefix": "fleet/quarantine/"}, **DAYS}, OK, ""),
+        ({"Filter": {"Prefix": "logs/"}, **DAYS}, OK, ""),
+        ({"Filter": {"Tag": {"Key": "tmp", "Value": "yes"}}, **DAYS}, OK, ""),
+        ({"Filter": {"And": {"Prefix": "", "Tags": [{"Key": "tmp", "Value": "yes"}]}}, **DAYS}, OK, ""),
+        ({"Filter": {}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}, OK, ""),
+        ({"Filter": {}, "NoncurrentVersionExpiration": {"NoncurrentDays": 1}}, OK, ""),
+        ({"Filter": {}, "Expiration": {"ExpiredObjectDeleteMarker": True}}, OK, ""),
+        ({"Status": "Disabled", "Filter": {}, **DAYS}, OK, ""),
+    ],
+)
+def test_lifecycle_rules(rule: dict[str, object], verdict: Verdict, seen: str) -> None:
+    """What removes or archives records by age is named; what is about others, or about leftovers, is fine."""
+    rules = [rule for rule in parse_rules([{"ID": "tidy", "Status": "Enabled", **rule}]) if rule.touches("fleet/v1/")]
+    check(judge_lifecycle(BUCKET, rules), verdict, seen, "remove it" if verdict is not OK else "")
+
+
+# a directory
+
+PLACE = DirectoryFacts(Path("/var/kv"), True, "", 90 * GIB, 100 * GIB, 5 * GIB, "ext4")
+
+
+def test_directories() -> None:
+    """Writable or why not, room for what it may hold, and what it is on."""
+    check(judge_access(PLACE), OK)
+    check(judge_access(replace(PLACE, exists=False)), OK, "made at start")
+    check(judge_access(replace(PLACE, problem="a file cannot be written: Permission denied")), FAILED, "", "chown")
+    check(judge_access(replace(PLACE, problem="...: Read-only file system")), FAILED, "", "mount -o remount,rw")
+    check(judge_access(replace(PLACE, problem="...: No space left on device")), FAILED, "", "du -xsh /var/kv")
+    check(judge_space(PLACE, None), OK)
+    check(judge_space(replace(PLACE, free_bytes=1 << 20, used_bytes=0), None), WARNING, "1MiB of 100GiB", "larger disk")
+    check(judge_space(PLACE, 95 * GIB), OK)  # what records take is part of it
+    check(judge_space(PLACE, 96 * GIB), FAILED, "records take 5GiB", "at most 85.5GiB")
+    check(judge_space(replace(PLACE, used_bytes=None), 96 * GIB), WARNING, "not counted")
+    check(judge_space(replace(PLACE, used_bytes=None), 101 * GIB), FAILED)
+    check(judge_medium(PLACE), OK, "ext4")
+    check(judge_medium(replace(PLACE, medium="tmpfs")), WARNING, "restart", "KVSTORE_COLD")
+    check(judge_medium(replace(PLACE, medium="nfs4")), WARNING, "network", "Redis and S3")
+    check(judge_medium(replace(PLACE, medium="fuse.sshfs")), WARNING, "network")
+    check(judge_medium(replace(PLACE, medium="overlay")), WARNING, "container", "docker run -v")
+
+
+def test_the_medium_of_a_path() -> None:
+    """The deepest mount above it, and of two at one place the later; a path that merely starts alike is elsewhere."""
+    mounts = (
+        "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /var/kv\\040x rw - tmpfs none rw\n"
+        "3 1 0:3 / /var rw shared:1 - xfs /dev/b rw\n4 1 0:4 / /var rw - nfs4 server:/x rw\nnonsense\n"
+    )
+    places = {
+        path: medium_of(Path(path), mounts) for path in ("/", "/home/x", "/var", "/var/kv", "/var/kv x/a", "/varx")
+    }
+    assert list(places.values()) == ["ext4", "ext4", "nfs4", "nfs4", "tmpfs", "ext4"]
+    assert medium_of(Path("/x"), "") == ""
+
+
+# namespaces
+
+
+def described(tenant: str = "", *, num_slices: int = 1, **fields: object) -> NamespaceDescription:
+    layout = describe_layout(Layout(64, (GroupLayout(FullAttention(), num_slices),)), ({"layers": ["a", "b"]},))
+    usual = {"architecture": "Llama", "weights_id": "a" * 64, "cache_dtype": "auto", "layout": layout}
+    return NamespaceDescription.from_fields({**usual, **fields}, tenant)
+
+
+def test_namespaces_that_should_be_one() -> None:
+    """The same weights in another setting, with the causes first and what to have in common; a name for weights."""
+    check(judge_namespaces([]), SKIPPED, "no engine")
+    check(judge_namespaces([described()]), OK, "one namespace")
+    check(judge_namespaces([described(), described(weights_id="b" * 64)]), OK, "2 namespaces")
+    check(judge_namespaces([described(), described("team-b")]), OK)  # tenants share nothing, on purpose
+    other = described(cache_dtype="fp8", num_slices=8)
+    finding = judge_namespaces([described(), other])
+    check(finding, WARNING, 'cache_dtype: "auto" / "fp8", layout.groups[0].num_slices: 1 / 8', "--kv-cache-dtype")
+    assert other.id.hex()[:8] in finding.seen
+    check(judge_namespaces([described(), described(weights_id="llama")]), WARNING, "weights_id", "for both engines")
+    check(judge_namespaces([described(weights_id="one"), described(weights_id="two")]), OK)
+
+
+def test_fields_that_differ() -> None:
+    """By path, whatever their depth; a field that is missing on one side differs; equal descriptions do not."""
+    assert differences(described().fields, described().fields) == []
+    one = {"a": {"b": [1, 2]}, "c": [{"d": 1}], "e": 1}
+    other = {"a": {"b": [1, 3]}, "c": [{"d": 1}, {"d": 2}]}
+    found = {difference.field: (difference.one, difference.other) for difference in differences(one, other)}
+    assert found == {"a.b": ("[1, 2]", "[1, 3]"), "c[1].d": ("", "2"), "e": ("1", "")}

@@ -1,0 +1,141 @@
+"""Checks that hang, fail and have bugs; what is hidden; and the command where nothing is installed or set."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.main import main
+from kvstore.doctor.finding import Verdict, ok, warning, without
+from kvstore.doctor.running import Check, Tell, run_checks
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+
+FIX = "start it again"
+
+
+def test_checks_that_do_not_end_well() -> None:
+    """One that blocks its thread, one that waits, one that raises, one with a bug: each costs itself alone."""
+    never = threading.Event()
+
+    async def blocks(tell: Tell, deadline: Deadline) -> None:
+        never.wait()
+
+    async def waits(tell: Tell, deadline: Deadline) -> None:
+        tell(ok("waits", "begun"))
+        async with deadline.scope("the answer"):
+            await asyncio.Event().wait()
+
+    async def raises(tell: Tell, deadline: Deadline) -> None:
+        raise Unavailable("there is nobody", address="h:1")
+
+    async def has_a_bug(tell: Tell, deadline: Deadline) -> None:
+        raise ZeroDivisionError("oh")
+
+    async def is_fine(tell: Tell, deadline: Deadline) -> None:
+        tell(ok("fine", "all well"))
+
+    names = {blocks: ("blocks", "b2"), waits: ("waits", "w2"), raises: ("raises",), has_a_bug: ("bug",)}
+    checks = [Check(names.get(run, ("fine",)), run, FIX) for run in (blocks, waits, raises, has_a_bug, is_fine)]
+    found = run_checks(checks, timeout_s=0.1)
+    never.set()
+    assert [finding.name for finding in found] == ["blocks", "b2", "waits", "w2", "raises", "bug", "fine"]
+    told = {finding.name: (finding.verdict, finding.seen) for finding in found}
+    assert told["blocks"] == (Verdict.FAILED, "no answer within 0.1 s")
+    assert told["b2"] == (Verdict.SKIPPED, "see blocks")
+    assert told["waits"] == (Verdict.OK, "begun")
+    assert told["w2"][0] is Verdict.FAILED
+    assert told["raises"] == (Verdict.FAILED, "there is nobody address=h:1")
+    assert told["bug"] == (Verdict.FAILED, "a bug, please report it: ZeroDivisionError: oh")
+    assert told["fine"] == (Verdict.OK, "all well")
+    assert {finding.fix for finding in found if finding.verdict is Verdict.FAILED} == {FIX}
+
+
+def test_secrets_are_hidden() -> None:
+    """Wherever they stand; an empty secret hides nothing."""
+    finding = without(warning("x", "said hunter2", "no hunter2", "not hunter2"), ["hunter2", ""])
+    assert (finding.seen, finding.expected, finding.fix) == ("said ***", "no ***", "not ***")
+
+
+def test_an_embedded_user_needs_nothing(tmp_path: Path) -> None:
+    """Python and our package alone, nothing set: what is not there is skipped with its reason, nothing failed."""
+    blocked = ["redis", "hiredis", "aioboto3", "aiobotocore", "boto3", "botocore", "torch", "vllm"]
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        "from kvstore.cli.main import main\nsys.exit(main(['doctor', '--json', '--timeout', '60']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    why = {name: finding["seen"] for name, finding in found.items() if finding["verdict"] == "skipped"}
+    assert "no private service runs" in why["service"]
+    assert "no Redis is used" in why["redis"] and "no S3 is used" in why["s3"]
+    assert "no engine has opened one yet" in why["namespaces"]
+    assert found["directory"]["verdict"] == "ok" and str(tmp_path) in found["directory"]["expected"]
+    assert not (tmp_path / "kvstore").exists()  # looking makes nothing
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.startswith("KVSTORE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("unset")
+def test_an_engines_node_without_the_services_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The url that its engines have is asked; of the tiers it is said where to ask."""
+    monkeypatch.setenv("KVSTORE_CONNECTOR_URL", "tcp://127.0.0.1:1")
+    assert main(["doctor", "--json", "--timeout", "30"]) == 1
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert [name for name, finding in found.items() if finding["verdict"] == "failed"] == ["service"]
+    assert "tcp://127.0.0.1:1" in found["service"]["fix"]
+    assert all("KVSTORE_HOT" in found[name]["seen"] for name in ("redis", "s3", "directory", "namespaces"))
+    assert "runs elsewhere" in found["limits.memory"]["seen"]
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--url", "nowhere"], "unix:/path"),
+        (["--timeout", "soon"], "timeout"),
+        (["--timeout", "0"], "timeout"),
+        (["--config", "/nonexistent.toml"], "/nonexistent.toml"),
+        (["--loud"], "--loud"),
+    ],
+)
+def test_wrong_calls(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """2, and one line that names what to change."""
+    assert main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and text in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("unset")
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """People get a table, and below it a line for each fix that can be copied whole."""
+    monkeypatch.setenv("KVSTORE_LISTEN", "unix:/nonexistent/socket")
+    monkeypatch.setenv("KVSTORE_COLD", "memory:")
+    monkeypatch.setenv("KVSTORE_MEMORY_BYTES", "900TiB")
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 failed" in lines[-1]
+    assert any("service" in line and "failed" in line for line in lines)
+    fixes = [line for line in lines if line.startswith("service: ")]
+    assert len(fixes) == 1 and "kvstore serve --listen unix:/nonexistent/socket" in fixes[0]
+    assert any(line.startswith("limits.memory: set memory_bytes") for line in lines)
