@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.doctor.finding import Finding, failed, ok, warning
+from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Tell
 from kvstore.doctor.sizes import size
 from kvstore.format.names import ROOT
@@ -60,7 +60,14 @@ def directory_check(path: Path, disk_bytes: int | None) -> Check:
     """A check of `path`; `disk_bytes` is the setting, `None` where it is left to the service."""
 
     async def run(tell: Tell, deadline: Deadline) -> None:
-        facts = read_facts(path)
+        try:
+            facts = read_facts(path)
+        except PermissionError as error:
+            fix = f"give this user a way there: chmod +x the folders above {path}; or run this as the service's user"
+            tell(failed("directory", str(error), f"{path} can be looked at by this user", fix))
+            for name in DIRECTORY_NAMES[1:]:
+                tell(skipped(name, "see directory"))
+            return
         tell(judge_access(facts))
         tell(judge_space(facts, disk_bytes))
         tell(judge_medium(facts))

@@ -7,6 +7,7 @@ import json
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ def stack(shared_rgw: CephRgw, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 assert any("ready:" in line for line in service.stderr)
                 keys = {"aws_access_key_id": shared_rgw.access_key, "aws_secret_access_key": shared_rgw.secret_key}
                 place = {"endpoint_url": shared_rgw.endpoint_url, "region_name": shared_rgw.region}
+                threading.Thread(target=service.stderr.read, daemon=True).start()  # whatever else it says
                 yield Stack(redis, shared_rgw, bucket, environment, boto3.client("s3", **place, **keys))
             finally:
                 service.kill()
@@ -288,8 +290,11 @@ def test_a_backend_that_hangs_does_not_hang_the_rest(
     assert answer.of("failed") <= {"redis", "service", "service.tiers"}
 
 
-def test_two_engines_that_share_nothing(healthy: Stack, ask: Callable[..., Answer]) -> None:
+def test_two_engines_that_share_nothing(
+    healthy: Stack, ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two namespaces of one model, one saved by an engine with another cache type: the field and both values."""
+    monkeypatch.setenv("KVSTORE_COLD", "memory:")
     layout = describe_layout(Layout(64, (GroupLayout(FullAttention(), 1),)))
 
     def description(cache_dtype: str, weights: str) -> NamespaceDescription:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.main import main
+from kvstore.doctor import directory
 from kvstore.doctor.finding import Verdict, ok, warning, without
 from kvstore.doctor.running import Check, Tell, run_checks
 from kvstore.errors import Unavailable
@@ -139,3 +140,15 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     fixes = [line for line in lines if line.startswith("service: ")]
     assert len(fixes) == 1 and "kvstore serve --listen unix:/nonexistent/socket" in fixes[0]
     assert any(line.startswith("limits.memory: set memory_bytes") for line in lines)
+
+
+def test_a_directory_that_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said who may not, and nothing is guessed of its space. (Tests may run as root, who may look anywhere.)"""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(directory, "read_facts", refuse)
+    access, space, medium = run_checks([directory.directory_check(Path("/closed/records"), None)], timeout_s=30)
+    assert access.verdict is Verdict.FAILED and "/closed/records" in access.seen and "chmod +x" in access.fix
+    assert space.seen == medium.seen == "see directory"
