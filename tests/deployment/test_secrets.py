@@ -1,0 +1,65 @@
+"""What `deploy/make-secrets.sh` makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+from pathlib import Path
+
+from kvstore.service.credentials import read_credentials
+from kvstore.settings import load_settings
+from kvstore.tiers.locations import RedisLocation
+from tests.deployment.files import ROOT, compose, make_secrets, manifests
+
+
+def test_it_makes_what_the_compose_file_and_the_manifests_name(tmp_path: Path) -> None:
+    """Every file, in a folder for its owner alone; a second run changes nothing."""
+    folder = make_secrets(tmp_path / "secrets")
+    made = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(made) == {Path(secret["file"]).name for secret in compose()["secrets"].values()}
+    assert set(manifests()["Secret", "kvstore-secrets"]["stringData"]) <= set(made)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert all(made.values())
+    make_secrets(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == made
+
+
+def test_secrets_are_random(tmp_path: Path) -> None:
+    """Two runs share nothing but what is not secret."""
+    first, second = (make_secrets(tmp_path / name) for name in "ab")
+    assert [path.name for path in first.iterdir() if path.read_bytes() == (second / path.name).read_bytes()] == []
+
+
+def test_redis_and_the_services_agree(tmp_path: Path) -> None:
+    """The services' password is the one whose digest Redis has, with the rights that docs/redis.md gives."""
+    folder = make_secrets(tmp_path)
+    hot = load_settings({}, config=folder / "kvstore.toml").hot
+    assert isinstance(hot, RedisLocation) and hot.password is not None and len(hot.password) == 64
+    default, ours = (folder / "valkey.acl").read_text().splitlines()
+    assert default == "user default on nopass resetkeys resetchannels -@all +ping"
+    documented = re.search(
+        r"ACL SETUSER kvstore on >PASSWORD (.*?)\n```", (ROOT / "docs/redis.md").read_text(), re.DOTALL
+    )
+    assert documented is not None
+    digest = hashlib.sha256(hot.password.encode()).hexdigest()
+    assert ours == f"user kvstore on #{digest} {' '.join(documented[1].split())}"
+
+
+def test_s3_and_the_services_agree(tmp_path: Path) -> None:
+    """The services' key is the one that S3 knows, for one bucket."""
+    folder = make_secrets(tmp_path)
+    (identity,) = json.loads((folder / "s3-identities.json").read_text())["identities"]
+    (key,) = identity["credentials"]
+    lines = dict(line.split(" = ") for line in (folder / "s3-credentials").read_text().splitlines()[1:])
+    assert lines == {"aws_access_key_id": key["accessKey"], "aws_secret_access_key": key["secretKey"]}
+    assert {action.partition(":")[2] for action in identity["actions"]} == {"kvstore"}
+
+
+def test_prometheus_shows_a_token_that_the_services_know(tmp_path: Path) -> None:
+    """The digest in the credentials is that of the token."""
+    folder = make_secrets(tmp_path)
+    assert len(read_credentials(folder / "credentials.toml")) == 1
+    digest = hashlib.sha256((folder / "metrics-token").read_bytes()).hexdigest()
+    assert digest in (folder / "credentials.toml").read_text()
