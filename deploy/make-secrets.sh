@@ -51,7 +51,7 @@ fi
 if [ ! -e metrics-token ] || [ ! -e credentials.toml ]; then
     token=$(random 32)
     printf %s "$token" > metrics-token
-    printf '[[credential]]\ntenant = "*"\ntoken_sha256 = "%s"\n' "$(digest "$token")" > credentials.toml
+    printf '[[credential]]\ntenant = "*"\nscopes = ["read"]\ntoken_sha256 = "%s"\n' "$(digest "$token")" > credentials.toml
 fi
 
 if [ ! -e grafana-password ]; then

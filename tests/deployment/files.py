@@ -1,12 +1,11 @@
-"""The deployment's files, read: compose file, Dockerfile, Kubernetes manifests; and the names of our meters."""
+"""The deployment's files, read: compose file, Dockerfile, Kubernetes manifests."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -115,46 +114,3 @@ def json_list(text: str) -> list[str]:
     words = json.loads(text)
     assert isinstance(words, list) and all(isinstance(word, str) for word in words)
     return words
-
-
-@cache
-def meter_names() -> dict[str, str]:
-    """Names of the service's meters, as the code spells them, with what they are: `counter` or `gauge`."""
-    found: dict[str, str] = {}
-    for path in (ROOT / "kvstore").rglob("*.py"):
-        text = path.read_text()
-        if "meters" in text and "testing" not in path.parts:
-            found |= dict(_meters_in(ast.parse(text)))
-    return found
-
-
-def _meters_in(module: ast.Module) -> Iterator[tuple[str, str]]:
-    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    counted = [_constant(call) for call in calls if _attribute(call) == "_count"]
-    for call in calls:
-        if _attribute(call) not in ("add", "set") or not _owner(call).endswith("meters") or not call.args:
-            continue
-        kind = "counter" if _attribute(call) == "add" else "gauge"
-        name = call.args[0]
-        if isinstance(name, ast.JoinedStr):  # f"tier_{what}" of a method that is called with each `what`
-            first = name.values[0]
-            assert isinstance(first, ast.Constant)
-            yield from ((f"{first.value}{what}", kind) for what in counted if what)
-        elif (constant := _constant(call)) is not None:
-            yield constant, kind
-
-
-def _constant(call: ast.Call) -> str | None:
-    first = call.args[0] if call.args else None
-    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
-
-
-def _attribute(call: ast.Call) -> str:
-    assert isinstance(call.func, ast.Attribute)
-    return call.func.attr
-
-
-def _owner(call: ast.Call) -> str:
-    assert isinstance(call.func, ast.Attribute)
-    owner = call.func.value
-    return owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
