@@ -66,14 +66,21 @@ class Container:
 
     def check_health(self) -> subprocess.CompletedProcess[str]:
         """Run the health check once."""
-        return subprocess.run(
-            self.health, env=self.environment, capture_output=True, text=True, timeout=_START_S, check=False
-        )
+        return self._run(self.health)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvstore` in the container, as `docker compose exec` would."""
+        return self._run(self._program(["kvstore", *arguments]))
 
     def stop(self, grace_s: float = 20.0) -> int | None:
         """SIGTERM, and SIGKILL after `grace_s`; returns the exit status."""
         self.process.stop(grace_s)
         return self.process.exit_status
+
+    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=_START_S, check=False
+        )
 
     def _program(self, arguments: Sequence[str]) -> list[str]:
         program, *rest = (self.here(argument) for argument in arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
 import socket
@@ -200,6 +201,17 @@ def test_a_service_is_healthy_by_its_own_check(services: dict[str, Container]) -
             services.values(), threads.map(Container.check_health, services.values()), strict=True
         ):
             assert done.returncode == 0, done.stderr + container.process.log_tail()
+
+
+def test_a_service_passes_the_doctor(services: dict[str, Container]) -> None:
+    """`kvstore doctor` in the container finds nothing that failed, and Redis and S3 as they should be."""
+    with ThreadPoolExecutor() as threads:
+        for done in threads.map(lambda container: container.run("doctor", "--json"), services.values()):
+            assert done.returncode == 0, done.stdout + done.stderr
+            verdicts = {one["name"]: one["verdict"] for one in json.loads(done.stdout)["findings"]}
+            assert "failed" not in verdicts.values()
+            needed = ("service", "redis.rights", "redis.policy", "s3.rights", "s3.conditional_writes")
+            assert [verdicts[check] for check in needed] == ["ok"] * len(needed)
 
 
 def test_redis_lets_in_only_who_has_a_login(stack: Stack) -> None:
