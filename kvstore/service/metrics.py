@@ -17,6 +17,8 @@ __all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "OWN_GAUGES", "render"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTERS = {
+    "admitted_later_records": "records that the admission rule kept from the cold tier, brought there later",
+    "admitted_records": "records that the admission rule let into the cold tier",
     "catalog_changes_lost": "changes that the catalog was never told of",
     "catalog_failures": "calls of the catalog that failed",
     "catalog_lookups": "lookups that the catalog answered, by whether it is complete",
@@ -24,6 +26,8 @@ COUNTERS = {
     "catalog_reconciled": "records that Redis had let go, found by comparing",
     "catalog_unknown_records": "records in Redis that the catalog did not know",
     "corrupt_records": "records that did not match their seal; none was served",
+    "declined_bytes": "bytes of records that the admission rule kept from the cold tier",
+    "declined_records": "records that the admission rule kept from the cold tier",
     "discarded_records": "records that an engine found bad",
     "leases_expired": "leases that ended by themselves",
     "leases_granted": "leases",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.catalog.entry import Level
@@ -12,6 +12,7 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
+from kvstore.store.explaining import Explainer
 from kvstore.store.manifests import Manifests
 from kvstore.store.saving import Saver
 from kvstore.tiers.base import Tier, TierUsage
@@ -58,6 +59,7 @@ class StoreOperations:
         hot: The hot tier, if there is one.
         cold: The cold tier, if there is one.
         manifests: Know descriptions.
+        explainer: Knows what became of requests.
         saver: Is told what is not to be written any more.
         meters: The store's counters, safe from any thread.
     """
@@ -69,6 +71,7 @@ class StoreOperations:
         cold: Tier | None,
         *,
         manifests: Manifests,
+        explainer: Explainer,
         saver: Saver,
         meters: Meters,
     ) -> None:
@@ -80,6 +83,7 @@ class StoreOperations:
             if tier is not None
         }
         self._manifests = manifests
+        self._explainer = explainer
         self._saver = saver
         self.meters = meters
 
@@ -91,6 +95,10 @@ class StoreOperations:
     async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         """As `Manifests.find`."""
         return await self._manifests.find(namespace, deadline=deadline)
+
+    async def explain(self, request: str, *, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
+        """As `PageStore.explain`."""
+        return await self._explainer.explain(request, tenant, deadline)
 
     async def in_memory(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> list[bool]:
         """For each boundary whether this node's memory may have records of it.

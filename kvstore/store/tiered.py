@@ -119,13 +119,19 @@ class TieredStore(PageStore):
             limits=self.limits,
             clock=clock,
         )
+        absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
+        self._explainer = Explainer(absence, clock)
         self.operations = StoreOperations(
-            memory, hot, cold, manifests=self._manifests, saver=self._saver, meters=self.meters
+            memory,
+            hot,
+            cold,
+            manifests=self._manifests,
+            explainer=self._explainer,
+            saver=self._saver,
+            meters=self.meters,
         )
         self._recorder = recorder
         self._choice = choice
-        absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
-        self._explainer = Explainer(absence, clock)
         self._admission = admission
         self._finder = PresenceFinder(
             memory,

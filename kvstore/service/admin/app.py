@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 import kvstore
-from kvstore.service.admin import health, lookup, metrics, namespaces, pins, prefixes, tiers
+from kvstore.service.admin import health, lookup, metrics, namespaces, pins, prefixes, requests, tiers
 from kvstore.service.admin.access import Access, Reader
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.gate import Gate
@@ -22,7 +22,7 @@ _DESCRIPTION = (
     "Looks at and operates a kvstore service. Refusals are `application/problem+json`; times are seconds since the "
     "Unix epoch; a token sees, counts and touches what belongs to its tenant, an operator's all. See docs/admin.md."
 )
-_RESOURCES = (namespaces, prefixes, lookup, pins, tiers)
+_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers)
 
 
 def make_app(context: AdminContext, access: Access) -> FastAPI:

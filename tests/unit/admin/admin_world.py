@@ -35,7 +35,7 @@ TOKENS = {
 
 
 def soon() -> Deadline:
-    return Deadline.after(20.0)
+    return Deadline.after(60.0)
 
 
 def write_credentials(path: Path, tokens: Mapping[str, tuple[str, str]] = TOKENS) -> Path:
@@ -71,7 +71,7 @@ class World:
         """With the token of that name, from an address of the loopback."""
         headers = {"Authorization": f"Bearer {name} token"} if name is not None else {}
         transport = httpx.AsyncHTTPTransport(verify=False, local_address=address)
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=30.0, transport=transport)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=120.0, transport=transport)
 
     async def save(self, prompt: Prompt) -> Prompt:
         """All records of a prompt, at every tier."""

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from kvstore.api import Outcome
 from kvstore.service.admin.access import OPEN_PATHS
 from kvstore.service.admin.app import make_routes
 from kvstore.testing.prompts import Prompt
@@ -20,7 +21,7 @@ from tests.unit.admin.admin_world import TOKENS, World, prompt_of, world, write_
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
 ASKS = ("/v1/lookup",)
-OWN_ONLY = ("/v1/namespaces", "/v1/tiers", "/v1/openapi.json")
+OWN_ONLY = ("/v1/namespaces", "/v1/requests", "/v1/tiers", "/v1/openapi.json")
 """Answered to every tenant, each about its own things; the last one is the same for all."""
 
 
@@ -47,6 +48,7 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
         async with made.client("red") as client:
             pin = {"namespace": red.namespace.hex(), "prefix": red.boundary(128).prefix.hex(), "expires_in_s": 1000}
             assert (await client.post("/v1/pins", json=pin)).status_code == 201
+        made.store.tell(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
         yield made, red
 
 
@@ -60,6 +62,8 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
         query["confirm"] = "true"
     if method == "GET" and path in ("/v1/prefixes", "/v1/pins"):
         query["namespace"] = namespace
+    if path == "/v1/requests/explain":
+        query["request"] = "asked by red"
     if method == "POST":
         body = {"namespace": namespace}
         body |= {"token_ids": [1] * 64} if path == "/v1/lookup" else {"prefix": prefix, "expires_in_s": 60}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from connector.prefix_hash import PrefixChain
+from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.catalog.entry import Level
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -340,3 +342,23 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
             assert listed[1]["reason"]
             refused = await operator.get("/v1/namespaces")
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+async def test_requests_are_explained_to_their_tenant(made: World) -> None:
+    """Newest first, one's own alone; one in full; an operator sees all; what nobody told of is not there."""
+    prompt = await made.save(Prompt(ATTENTION, "a", 128, tenant="red"))
+    for tenant, request in (("red", "chatcmpl-1"), ("blue", "chatcmpl-2"), ("red", "chatcmpl-3")):
+        told = Outcome(request, prompt.namespace, 300, 256, 0, 128, reason="deadline", detail={"tier": "s3"})
+        made.store.tell(replace(told, tenant=tenant))
+    async with made.client("red") as client:
+        listed = (await client.get("/v1/requests")).json()["requests"]
+        assert [one["request"] for one in listed] == ["chatcmpl-3", "chatcmpl-1"]
+        shown = (await client.get("/v1/requests/explain", params={"request": "chatcmpl-1"})).json()
+        assert (shown["result"], shown["reason"], shown["detail"]) == ("part", "deadline", {"tier": "s3"})
+        assert "deadline" in shown["why"] and "max_wait_ms" in shown["advice"]
+        for unknown in ("chatcmpl-2", "chatcmpl-", "nobody"):
+            answer = await client.get("/v1/requests/explain", params={"request": unknown})
+            assert (answer.status_code, answer.json()["field"]) == (404, "query.request")
+    async with made.client("operator") as client:
+        listed = (await client.get("/v1/requests")).json()["requests"]
+        assert [one["tenant"] for one in listed] == ["red", "blue", "red"]
