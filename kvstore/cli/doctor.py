@@ -28,6 +28,7 @@ from kvstore.doctor import (
 )
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import UnixAddress
+from kvstore.wire.tls import ClientTls
 
 __all__ = ["doctor"]
 
@@ -42,7 +43,7 @@ def doctor(
         str,
         typer.Option(
             envvar="KVSTORE_CONNECTOR_URL",
-            help="What engines have as url: unix:/path, tcp://host:port or embedded:; else as the settings say.",
+            help="What engines have as url: unix:/path, tcp://..., tls://... or embedded:; else as the settings say.",
         ),
     ] = "",
     token_file: Annotated[
@@ -60,7 +61,8 @@ def doctor(
     Exit status: 0 nothing failed (there may be warnings), 1 something failed, 2 a wrong call.
     """
     settings = load_settings({}, config=config)
-    address = ServiceAddress(url or _url_of(settings), token_file or settings.token_file)
+    tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file)
+    address = ServiceAddress(url or _url_of(settings), token_file or settings.token_file, tls)
     checks = checks_of(settings, address)
     secrets = [*secrets_of(settings), os.getenv("AWS_SECRET_ACCESS_KEY", ""), os.getenv("AWS_SESSION_TOKEN", "")]
     logging.getLogger("kvstore").setLevel(logging.CRITICAL)  # what is wrong stands in the findings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import kvstore
@@ -16,6 +16,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.main import read_token
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
+from kvstore.wire.tls import ClientTls
 
 __all__ = ["EMBEDDED", "ServiceAddress", "judge_release", "judge_tiers", "judge_unreachable", "service_check"]
 
@@ -28,12 +29,14 @@ class ServiceAddress:
     """Where the service is, and how to log in.
 
     Attributes:
-        url: `unix:/path`, `tcp://host:port` or `embedded:`, as engines are told it.
+        url: `unix:/path`, `tcp://host:port`, `tls://host:port` or `embedded:`, as engines are told it.
         token_file: `None`: it asks for no token.
+        tls: What to believe and to show at a `tls://` address.
     """
 
     url: str
     token_file: Path | None = None
+    tls: ClientTls = field(default_factory=ClientTls)
 
 
 def service_check(address: ServiceAddress) -> Check:
@@ -54,7 +57,7 @@ def service_check(address: ServiceAddress) -> Check:
             return
         try:
             token = read_token(address.token_file) if address.token_file is not None else None
-            options = ClientOptions(name="kvstore doctor", num_data_connections=1)
+            options = ClientOptions(name="kvstore doctor", num_data_connections=1, tls=address.tls)
             async with aclosing(connect(url, token=token, options=options)) as store:
                 status = await store.status(deadline=deadline)
         except KVStoreError as error:
@@ -72,10 +75,17 @@ def service_check(address: ServiceAddress) -> Check:
 def judge_unreachable(url: str, error: KVStoreError) -> Finding:
     """Judge why a service cannot be asked."""
     expected = f"a service answers at {url}"
-    if "token" in str(error).replace(url, ""):
+    said = str(error).replace(url, "")
+    if isinstance(error, InvalidRequest) and (path := error.details.get("path")) is not None:
+        fix = f"see that {path} is there, is PEM, and may be read by this user"
+        if "token" in said:
+            fix = f"chmod 600 {path}: it must be there, be this user's alone, and hold the service's token"
+        return failed("service", str(error), expected, fix)
+    if "certificate" in said or "TLS" in said:
+        fix = "name the authority of its certificate in tls_ca_file (KVSTORE_TLS_CA_FILE), and itself as that names it"
+        return failed("service", str(error), expected, f"{fix}; if it asks for ours, tls_certificate_file")
+    if "token" in said:
         fix = "name the service's token in token_file (KVSTORE_TOKEN_FILE, chmod 600); engines in theirs"
-        if isinstance(error, InvalidRequest) and (path := error.details.get("path")) is not None:
-            fix = f"chmod 600 {path}, and see that it holds the service's token"
         return failed("service", str(error), expected, fix)
     fix = f"kvstore serve --listen {url} (with its other settings); or name the one that runs in --url and in engines"
     if isinstance(parse_address(url), TcpAddress):

@@ -146,7 +146,7 @@ def test_a_healthy_stack_is_all_green(
     assert "Contents" not in healthy.s3.list_objects_v2(Bucket=healthy.bucket, Prefix="pages/doctor")
     with Redis(host=healthy.redis.host, port=healthy.redis.port, password=PASSWORD) as client:
         assert list(client.scan_iter("kvstore:doctor:*")) == []
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--timeout", "60"]) == 0
     table = capsys.readouterr().out
     for secret in (PASSWORD, ENCODED, healthy.rgw.secret_key):
         assert secret not in answer.text and secret not in table
@@ -331,7 +331,7 @@ def ask(disk_bytes):
     os.environ["KVSTORE_DISK_BYTES"] = disk_bytes
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        main(["doctor", "--json"])
+        main(["doctor", "--json", "--timeout", "60"])
     return {finding["name"]: finding for finding in json.loads(out.getvalue())["findings"]}
 
 told = {"small enough": ask("2MiB"), "too small": ask("64MiB")}

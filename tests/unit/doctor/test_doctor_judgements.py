@@ -123,6 +123,10 @@ def test_services() -> None:
     check(judge_unreachable("tcp://h:7", refused), FAILED, "token", "KVSTORE_TOKEN_FILE")
     open_file = InvalidRequest("others may read the token: chmod 600 it", path="/etc/token")
     check(judge_unreachable("tcp://h:7", open_file), FAILED, "", "chmod 600 /etc/token")
+    unbelieved = Unavailable("the service is not reachable", reason="the service's certificate is not believed")
+    check(judge_unreachable("tls://h:7", unbelieved), FAILED, "not believed", "KVSTORE_TLS_CA_FILE")
+    lost = InvalidRequest("cannot read the authorities", field="tls_ca_file", path="/etc/ca.pem")
+    check(judge_unreachable("tls://h:7", lost), FAILED, "authorities", "see that /etc/ca.pem is there")
     check(judge_release({"version": "1.2"}, "1.2"), OK)
     check(judge_release({"version": "1.1"}, "1.2"), WARNING, "1.1", "pip install")
     tiers = {"memory": {"healthy": True, "num_quarantined": 0}, "redis": {"healthy": True, "num_quarantined": 0}}

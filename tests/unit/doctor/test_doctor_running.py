@@ -133,7 +133,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setenv("KVSTORE_LISTEN", "unix:/nonexistent/socket")
     monkeypatch.setenv("KVSTORE_COLD", "memory:")
     monkeypatch.setenv("KVSTORE_MEMORY_BYTES", "900TiB")
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--timeout", "60"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "2 failed" in lines[-1]
     assert any("service" in line and "failed" in line for line in lines)
