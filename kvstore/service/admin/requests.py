@@ -16,7 +16,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["requests"])
 
-_SUMMARY = {
+_SUMMARY: dict[str, int | str] = {
     "request": "chatcmpl-7f3a",
     "tenant": "",
     "at": "2026-11-22T07:54:33.120+00:00",
@@ -30,7 +30,7 @@ _SUMMARY = {
 class RequestSummary(BaseModel):
     """How far one request was resumed, as its engine told."""
 
-    model_config = ConfigDict(json_schema_extra={"example": _SUMMARY})
+    model_config = ConfigDict(json_schema_extra={"example": {**_SUMMARY}})
 
     request: str = Field(description="vLLM's id")
     tenant: str = Field(description="whose engine it was")
