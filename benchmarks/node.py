@@ -16,7 +16,7 @@ from kvstore.client import BlockingStore, ClientOptions
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers.process import ServerProcess
 
-__all__ = ["WORK", "Node", "temporary_folder", "timed"]
+__all__ = ["WORK", "Node", "cpu_s_with_children", "temporary_folder", "timed"]
 
 WORK = Path(__file__).resolve().parent.parent / ".work"
 """Checkpoints, logs, and what vLLM compiles: kept between runs."""
@@ -114,6 +114,19 @@ def temporary_folder() -> Iterator[Path]:
     """A short path, as Unix sockets need."""
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+def cpu_s_with_children() -> float:
+    """Seconds that this process and those it has started, which still run, have computed so far."""
+    pids = [os.getpid()]
+    for children in Path("/proc/self/task").glob("*/children"):
+        pids += map(int, children.read_text().split())
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def timed(runs: Sequence[Any]) -> float:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rich.table import Table
 
 from benchmarks.measure import Row
 
-__all__ = ["as_line", "as_table"]
+__all__ = ["Column", "as_line", "as_table", "table_of"]
+
+T = TypeVar("T")
+Column = tuple[str, Callable[[T], str]]
+"""Its heading, and how it shows a row."""
+
+
+def table_of(title: str, columns: Sequence[Column[T]], rows: Iterable[T]) -> Table:
+    """A table whose first column names the rows; the others are figures."""
+    table = Table(title=title)
+    for index, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(show(row) for _, show in columns))
+    return table
 
 
 def as_line(rows: Sequence[Row]) -> str:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 from redis import Redis
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.arguments import count, names_of
-from benchmarks.node import temporary_folder
-from benchmarks.shell import run_benchmark
+from benchmarks.node import cpu_s_with_children, temporary_folder
+from benchmarks.raw_places import RawDirectory, RawPlace, RawS3, raw_seconds
+from benchmarks.report import Column
+from benchmarks.shell import run_rows
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store
+from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings, parse_bytes
 from kvstore.store.tiered import TieredStore
@@ -49,7 +50,8 @@ class Place:
         cold: As the setting, with a place for the number of the run.
         bound: The setting that bounds it.
         no_bound: Its value without a bound; a directory always has one.
-        clear: Make what runs share as it was at first: the catalog of one tells of what the next one does not have.
+        raw: The same place without a store, names beginning with the number of the run.
+        clear: Make all as it was at first, given the number of the run that ended and the names of all it wrote.
     """
 
     what: str
@@ -57,20 +59,26 @@ class Place:
     cold: str
     bound: str
     no_bound: int | None
-    clear: Callable[[], object]
+    raw: RawPlace
+    clear: Callable[[str, Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one place did; rates are medians over the repetitions.
+    """What one place did; rates are medians over the repetitions, in 10^9 bytes a second.
 
     Attributes:
         what: The place.
         budget_bytes: What it may hold.
         written_bytes: Bytes of the records of one run.
-        gb_s: Saved, acknowledged by the cold tier, with the bound, in 10^9 bytes a second.
+        gb_s: Saved, acknowledged by the cold tier, with the bound.
         unbounded_gb_s: The same saves without it, in turn with these.
         ratio: Of the two.
+        raw_gb_s: As large objects put, and the oldest removed meanwhile, by a loop that does nothing else.
+        raw_unbounded_gb_s: Only put.
+        ceiling_ratio: Of the two: what removing costs whoever does it.
+        cpu_s_per_gb: Seconds of processors with the bound, of this process and of the servers.
+        unbounded_cpu_s_per_gb: Without it; the steadier figures on a busy machine.
         usage: The most that was held at any look, over the budget.
         refused: Saves that were not stored.
     """
@@ -81,6 +89,11 @@ class Row:
     gb_s: float
     unbounded_gb_s: float
     ratio: float
+    raw_gb_s: float
+    raw_unbounded_gb_s: float
+    ceiling_ratio: float
+    cpu_s_per_gb: float
+    unbounded_cpu_s_per_gb: float
     usage: float
     refused: int
 
@@ -88,9 +101,28 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class _Run:
     seconds: float
+    cpu_s: float
     num_bytes: int
-    peak_bytes: int
-    refused: int
+    peak_bytes: int = 0
+    refused: int = 0
+
+
+_TITLE = "saves into a bounded tier, beside the same saves without a bound"
+_COLUMNS: tuple[Column[Row], ...] = (
+    ("what", lambda row: row.what),
+    ("budget", lambda row: f"{row.budget_bytes / 2**20:.0f} MiB"),
+    ("written", lambda row: f"{row.written_bytes / 2**20:.0f} MiB"),
+    ("MB/s", lambda row: f"{row.gb_s * 1e3:.0f}"),
+    ("unbounded", lambda row: f"{row.unbounded_gb_s * 1e3:.0f}"),
+    ("ratio", lambda row: f"{row.ratio:.2f}"),
+    ("raw MB/s", lambda row: f"{row.raw_gb_s * 1e3:.0f}"),
+    ("unbounded", lambda row: f"{row.raw_unbounded_gb_s * 1e3:.0f}"),
+    ("ceiling", lambda row: f"{row.ceiling_ratio:.2f}"),
+    ("CPU s/GB", lambda row: f"{row.cpu_s_per_gb:.1f}"),
+    ("unbounded", lambda row: f"{row.unbounded_cpu_s_per_gb:.1f}"),
+    ("most held / budget", lambda row: f"{row.usage:.3f}"),
+    ("refused", lambda row: str(row.refused)),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,28 +133,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=count, default=10, help="so many budgets are written in each run")
     parser.add_argument("--repetitions", type=count, default=3, help="runs with and without the bound")
     parser.add_argument("--payload", type=parse_bytes, default=_PAYLOAD_BYTES, metavar="BYTES", help="of a record")
-    parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("--tokens", type=count, default=_PROMPT_TOKENS, help="of a prompt")
+    return run_rows(parser, arguments, _measure, _TITLE, _COLUMNS)
 
-    def measure(say: Callable[[str], None]) -> list[Row]:
-        rows = []
-        for what in chosen.only:
-            say(f"{what}: starting what it needs")
-            with temporary_folder() as folder, _PLACES[what](folder) as place:
-                rows.append(_compare(place, chosen, say))
-        return rows
 
-    def report(rows: list[Row], console: Console | None) -> tuple[str, list[str]]:
-        if console is not None:
-            console.print(_table(rows))
-        return "BENCH " + json.dumps([asdict(row) for row in rows]), []
-
-    return run_benchmark(measure, report, quiet=chosen.json)
+def _measure(chosen: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for what in chosen.only:
+        say(f"{what}: starting what it needs")
+        with temporary_folder() as folder, _PLACES[what](folder) as place:
+            rows.append(_compare(place, chosen, say))
+    return rows
 
 
 @contextmanager
 def _directory(folder: Path) -> Iterator[Place]:
-    yield Place("directory", "memory:", f"file://{folder}/{{}}", "disk_bytes", 1 << 50, lambda: None)
+    def clear(name: str, _: Sequence[str]) -> None:
+        shutil.rmtree(folder / name)
+
+    yield Place("directory", "memory:", f"file://{folder}/{{}}", "disk_bytes", 1 << 50, RawDirectory(folder), clear)
 
 
 @contextmanager
@@ -130,63 +159,97 @@ def _s3(folder: Path) -> Iterator[Place]:
     with redis_server() as redis, ceph_rgw() as server:
         server.create_bucket("retention")
         keys = {"AWS_ACCESS_KEY_ID": server.access_key, "AWS_SECRET_ACCESS_KEY": server.secret_key}
-        with patch.dict("os.environ", keys):
+        with patch.dict("os.environ", keys), Redis(redis.host, redis.port) as client:
             cold = f"s3://retention/{{}}?endpoint_url={server.endpoint_url}&region={server.region}"
-            with Redis(redis.host, redis.port) as client:
-                yield Place("s3", redis.url, cold, "cold_bytes", None, client.flushall)
+            raw = RawS3(server, "retention")
+
+            def clear(_: str, names: Sequence[str]) -> None:
+                client.flushall()  # the catalog of one run tells of what the next one does not have
+                raw.remove(names)
+
+            yield Place("s3", redis.url, cold, "cold_bytes", None, raw, clear)
 
 
 _PLACES = {"directory": _directory, "s3": _s3}
 
 
 def _compare(place: Place, chosen: argparse.Namespace, say: Callable[[str], None]) -> Row:
-    runs: dict[bool, list[_Run]] = {False: [], True: []}
+    runs: dict[tuple[bool, bool], list[_Run]] = {}
     for number in range(chosen.repetitions):
-        for is_bounded in (number % 2 == 0, number % 2 == 1):  # in turn, so that a busy minute hits both
-            name = f"{'bounded' if is_bounded else 'unbounded'}-{number}"
-            bound = {place.bound: chosen.budget if is_bounded else place.no_bound}
-            flags = {"hot": place.hot, "cold": place.cold.format(name), "memory_bytes": _MEMORY_BYTES, **bound}
-            place.clear()
-            run = asyncio.run(_run(load_settings(flags), name, chosen))
+        kinds = [(is_raw, is_bounded) for is_raw in (False, True) for is_bounded in (True, False)]
+        for is_raw, is_bounded in kinds[:: 1 - number % 2 * 2]:  # in turn, so that a busy minute hits all
+            name = f"{'raw-' * is_raw}{'bounded' if is_bounded else 'unbounded'}-{number}"
+            prompts = _prompts(name, chosen)
+            names = [f"{name}/{format_name(key)}" for prompt in prompts for key in prompt.record_keys()]
+            if is_raw:
+                run = _run_raw(place.raw, names, prompts[0], chosen.budget if is_bounded else None)
+            else:
+                bound = {place.bound: chosen.budget if is_bounded else place.no_bound}
+                flags = {"hot": place.hot, "cold": place.cold.format(name), "memory_bytes": _MEMORY_BYTES, **bound}
+                run = asyncio.run(_run(load_settings(flags), prompts))
+            place.clear(name, names)
             say(f"{place.what} {name}: {run.num_bytes / run.seconds / 1e6:.0f} MB/s, at most {run.peak_bytes:,} bytes")
-            runs[is_bounded].append(run)
-    bounded, unbounded = ([run.num_bytes / run.seconds / 1e9 for run in runs[which]] for which in (True, False))
-    ratio = statistics.median(bounded) / statistics.median(unbounded)
+            runs.setdefault((is_raw, is_bounded), []).append(run)
+    rates = {which: statistics.median(run.num_bytes / run.seconds / 1e9 for run in runs[which]) for which in runs}
+    cpu_s = {which: statistics.median(run.cpu_s / run.num_bytes * 1e9 for run in runs[which]) for which in runs}
+    bounded = runs[False, True]
     return Row(
         place.what,
         chosen.budget,
-        runs[True][0].num_bytes,
-        round(statistics.median(bounded), 4),
-        round(statistics.median(unbounded), 4),
-        round(ratio, 3),
-        round(max(run.peak_bytes for run in runs[True]) / chosen.budget, 4),
-        sum(run.refused for run in runs[True]),
+        bounded[0].num_bytes,
+        round(rates[False, True], 4),
+        round(rates[False, False], 4),
+        round(rates[False, True] / rates[False, False], 3),
+        round(rates[True, True], 4),
+        round(rates[True, False], 4),
+        round(rates[True, True] / rates[True, False], 3),
+        round(cpu_s[False, True], 2),
+        round(cpu_s[False, False], 2),
+        round(max(run.peak_bytes for run in bounded) / chosen.budget, 4),
+        sum(run.refused for run in bounded),
     )
 
 
-async def _run(settings: Settings, name: str, chosen: argparse.Namespace) -> _Run:
+def _prompts(name: str, chosen: argparse.Namespace) -> list[Prompt]:
+    """As many as make the bytes of a run."""
+
+    def make(number: int) -> Prompt:
+        return Prompt(HYBRID, f"{name} {number}", chosen.tokens, model=name, payload_bytes=chosen.payload)
+
+    prompt_bytes = sum(record.num_bytes for record in make(0).records())
+    return [make(number) for number in range(-(-chosen.times * chosen.budget // prompt_bytes))]
+
+
+def _run_raw(place: RawPlace, names: Sequence[str], prompt: Prompt, budget_bytes: int | None) -> _Run:
+    body = bytes(prompt.records()[0].data)
+    num_held = None if budget_bytes is None else budget_bytes // len(body)
+    before_cpu_s = cpu_s_with_children()
+    seconds = raw_seconds(place, names, body, num_held=num_held, at_once=_AT_ONCE)
+    return _Run(seconds, cpu_s_with_children() - before_cpu_s, len(names) * len(body))
+
+
+async def _run(settings: Settings, prompts: Sequence[Prompt]) -> _Run:
     """Look prompts up and save them, as engines do, each record acknowledged by the cold tier."""
-    first = Prompt(HYBRID, name, _PROMPT_TOKENS, model=name, payload_bytes=chosen.payload)
-    prompt_bytes = sum(record.num_bytes for record in first.records())
-    num_prompts = -(-chosen.times * chosen.budget // prompt_bytes)
-    refused, peak_bytes = 0, 0
+    namespace = prompts[0].namespace
+    num_bytes = refused = peak_bytes = 0
     async with open_store(settings) as store:
-        await store.open_namespace(first.description, deadline=_soon())
+        await store.open_namespace(prompts[0].description, deadline=_soon())
         async with open_catalog(settings) as catalog:
 
             async def watch() -> None:
                 nonlocal peak_bytes
                 while True:
                     totals = await catalog.totals(deadline=_soon())
-                    told = totals[first.namespace].levels[Level.COLD].num_bytes if first.namespace in totals else 0
+                    told = totals[namespace].levels[Level.COLD].num_bytes if namespace in totals else 0
                     peak_bytes = max(peak_bytes, told, await _medium_bytes(store))
                     await asyncio.sleep(_LOOK_S)
 
             watching = asyncio.ensure_future(watch())
-            seconds = 0.0
-            for number in range(num_prompts):
-                prompt = Prompt(HYBRID, f"{name} {number}", _PROMPT_TOKENS, model=name, payload_bytes=chosen.payload)
+            seconds = cpu_s = 0.0
+            for prompt in prompts:
                 records = prompt.records()  # made outside of what is measured
+                before_cpu_s = cpu_s_with_children()
+                num_bytes += sum(record.num_bytes for record in records)
                 started_s = time.perf_counter()
                 await store.lookup(prompt.query(), deadline=_soon())
                 for start in range(0, len(records), _AT_ONCE):
@@ -195,8 +258,9 @@ async def _run(settings: Settings, name: str, chosen: argparse.Namespace) -> _Ru
                     outcomes = await asyncio.gather(*saves)
                     refused += sum(outcome not in (SaveOutcome.STORED, SaveOutcome.EXISTS) for outcome in outcomes)
                 seconds += time.perf_counter() - started_s
+                cpu_s += cpu_s_with_children() - before_cpu_s
             watching.cancel()
-    return _Run(seconds, num_prompts * prompt_bytes, peak_bytes, refused)
+    return _Run(seconds, cpu_s, num_bytes, peak_bytes, refused)
 
 
 async def _medium_bytes(store: TieredStore) -> int:
@@ -208,24 +272,6 @@ async def _medium_bytes(store: TieredStore) -> int:
 
 def _soon() -> Deadline:
     return Deadline.after(60.0)
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="saves into a bounded tier, beside the same saves without a bound")
-    for name in ("what", "budget", "written", "MB/s", "unbounded", "ratio", "most held / budget", "refused"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    for row in rows:
-        table.add_row(
-            row.what,
-            f"{row.budget_bytes / 2**20:.0f} MiB",
-            f"{row.written_bytes / 2**20:.0f} MiB",
-            f"{row.gb_s * 1e3:.0f}",
-            f"{row.unbounded_gb_s * 1e3:.0f}",
-            f"{row.ratio:.2f}",
-            f"{row.usage:.3f}",
-            str(row.refused),
-        )
-    return table
 
 
 if __name__ == "__main__":

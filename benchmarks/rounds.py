@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
-
-from rich.console import Console
-from rich.table import Table
+from dataclasses import dataclass
 
 from benchmarks.arguments import counts, names_of
-from benchmarks.shell import run_benchmark
+from benchmarks.report import Column
+from benchmarks.shell import run_rows
 from kvstore.catalog.base import Addition, BoundaryEntry
 from kvstore.catalog.changes import entry_of, packed_with
 from kvstore.catalog.entry import EntryShape, Level
@@ -67,28 +64,32 @@ class Row:
     stop_cpu_ms: float
 
 
+_TITLE = "a round of retention, and the longest time in which the event loop did nothing else"
+_COLUMNS: tuple[Column[Row], ...] = (
+    ("policy", lambda row: row.policy),
+    ("entries", lambda row: f"{row.entries:,}"),
+    ("left", lambda row: f"{row.left:,}"),
+    ("s", lambda row: f"{row.seconds:.1f}"),
+    ("longest stop, ms", lambda row: f"{row.stop_ms:.0f}"),
+    ("of it computing, ms", lambda row: f"{row.stop_cpu_ms:.0f}"),
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; returns the exit status: 0, 1 after a failure, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rounds", description=__doc__)
     parser.add_argument("--entries", type=counts, default=(200_000, 1_000_000), metavar="COUNT,...")
     parser.add_argument("--policy", type=names_of(tuple(POLICIES)), default=tuple(POLICIES), metavar="NAME,...")
-    parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
-    chosen = parser.parse_args(arguments)
+    return run_rows(parser, arguments, _measure, _TITLE, _COLUMNS)
 
-    def measure(say: Callable[[str], None]) -> list[Row]:
-        rows = []
-        for num_entries in chosen.entries:
-            for policy in chosen.policy:
-                say(f"{policy}: {num_entries:,} entries")
-                rows.append(asyncio.run(_round(num_entries, policy)))
-        return rows
 
-    def report(rows: list[Row], console: Console | None) -> tuple[str, list[str]]:
-        if console is not None:
-            console.print(_table(rows))
-        return "BENCH " + json.dumps([asdict(row) for row in rows]), []
-
-    return run_benchmark(measure, report, quiet=chosen.json)
+def _measure(chosen: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for num_entries in chosen.entries:
+        for policy in chosen.policy:
+            say(f"{policy}: {num_entries:,} entries")
+            rows.append(asyncio.run(_round(num_entries, policy)))
+    return rows
 
 
 class _Catalog(DictCatalog):
@@ -173,22 +174,6 @@ async def _round(num_entries: int, policy: str) -> Row:
     await tier.aclose()
     left = left_bytes // (32 * _RECORD_BYTES)
     return Row(policy, num_entries, left, round(seconds, 2), round(stop_s * 1e3, 1), round(stop_cpu_s * 1e3, 1))
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="a round of retention, and the longest time in which the event loop did nothing else")
-    for name in ("policy", "entries", "left", "s", "longest stop, ms", "of it computing, ms"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for row in rows:
-        table.add_row(
-            row.policy,
-            f"{row.entries:,}",
-            f"{row.left:,}",
-            f"{row.seconds:.1f}",
-            f"{row.stop_ms:.0f}",
-            f"{row.stop_cpu_ms:.0f}",
-        )
-    return table
 
 
 if __name__ == "__main__":

@@ -1,26 +1,61 @@
-"""What benchmarks with engines share of being a program: progress, interrupts, failures, a last line."""
+"""What benchmarks share of being a program: progress, interrupts, failures, a last line."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import FrameType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
+from benchmarks.report import Column, table_of
 from kvstore.errors import KVStoreError
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.servers import CannotInstall
 from kvstore.testing.servers.process import ServerFailed
 
-__all__ = ["run_benchmark"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["run_benchmark", "run_rows"]
 
 _INTERRUPTED = 130
 _LOG_COLUMNS = 150
 
 Result = TypeVar("Result")
+Row = TypeVar("Row", bound="DataclassInstance")
+
+
+def run_rows(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace, Callable[[str], None]], list[Row]],
+    title: str,
+    columns: Sequence[Column[Row]],
+) -> int:
+    """`run_benchmark` for figures that are rows: a table of some of their fields, a line with all of them.
+
+    Args:
+        parser: Knows the flags; `--json` is added.
+        arguments: By default those of the command line.
+        measure: Told the flags, and how to say how far it is.
+        title: Of the table.
+        columns: Of the table.
+    """
+    parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
+    chosen = parser.parse_args(arguments)
+
+    def report(rows: list[Row], console: Console | None) -> tuple[str, list[str]]:
+        if console is not None:
+            console.print(table_of(title, columns, rows))
+        return "BENCH " + json.dumps([asdict(row) for row in rows]), []
+
+    return run_benchmark(lambda say: measure(chosen, say), report, quiet=chosen.json)
 
 
 def run_benchmark(

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from kvstore.catalog.base import Addition, BoundaryEntry, Removal
 from kvstore.catalog.entry import (
-    FIRST_USE_AT,
     HITS_AT,
     LAST_USE_AT,
     LEAVING_AT,
     PARENT_AT,
-    PINNED_AT,
     SUM_BYTES,
     TOKENS_AT,
     EntryShape,
@@ -114,7 +112,7 @@ class EntryEdit:
         """Note what was not known before."""
         if tokens and not self.number(TOKENS_AT):
             self.set_number(TOKENS_AT, tokens)
-        if parent is not None and self.shape.parent(bytes(self.data)) is None:
+        if parent is not None and self.shape.head(bytes(self.data)).parent is None:
             self.data[PARENT_AT : PARENT_AT + len(parent)] = parent
 
     def used(self, now_s: int, hits: int = 0) -> None:
@@ -138,17 +136,17 @@ def entry_of(shape: EntryShape, namespace: NamespaceId, prefix: PrefixHash, data
     Raises:
         CorruptRecord: They are no entry of this shape.
     """
-    edit = EntryEdit(shape, data)
+    head = shape.head(data)
     return BoundaryEntry(
         namespace=namespace,
         prefix=prefix,
-        tokens=edit.number(TOKENS_AT),
-        parent=shape.parent(data),
-        first_use_s=edit.number(FIRST_USE_AT),
-        last_use_s=edit.number(LAST_USE_AT),
-        hits=edit.number(HITS_AT),
-        pinned_until_s=edit.number(PINNED_AT),
-        slices=tuple(shape.slices(data, level) for level in Level),
-        group_bytes=tuple(shape.group_bytes(data, level) for level in Level),
-        leaving=frozenset(level for level in Level if edit.leaves(level)),
+        tokens=head.tokens,
+        parent=head.parent,
+        first_use_s=head.first_use_s,
+        last_use_s=head.last_use_s,
+        hits=head.hits,
+        pinned_until_s=head.pinned_until_s,
+        slices=(shape.slices(data, Level.HOT), shape.slices(data, Level.COLD)),
+        group_bytes=(shape.group_bytes(data, Level.HOT), shape.group_bytes(data, Level.COLD)),
+        leaving=head.leaving,
     )

@@ -23,6 +23,8 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +33,7 @@ from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.model.layout import Layout
 
-__all__ = ["ENTRY_VERSION", "SUM_BYTES", "EntryShape", "EntryTable", "Level"]
+__all__ = ["ENTRY_VERSION", "SUM_BYTES", "EntryHead", "EntryShape", "EntryTable", "Level"]
 
 
 class Level(IntEnum):
@@ -48,6 +50,20 @@ LEAVING_AT, TOKENS_AT, PARENT_AT, FIRST_USE_AT, LAST_USE_AT, HITS_AT, PINNED_AT,
 _HEAD = struct.Struct("<BBHI32sIIII")
 _ENTRY_BYTES_MAX = 1 << 20
 _NO_PARENT = bytes(PREFIX_BYTES)
+_LEVELS = tuple(frozenset(level for level in Level if bits >> level & 1) for bits in range(256))
+"""By the byte that says which levels are being left."""
+
+
+class EntryHead(NamedTuple):
+    """What an entry says of its boundary as a whole; as in `BoundaryEntry`."""
+
+    leaving: frozenset[Level]
+    tokens: int
+    parent: PrefixHash | None
+    first_use_s: int
+    last_use_s: int
+    hits: int
+    pinned_until_s: int
 
 
 @dataclass(frozen=True)
@@ -141,20 +157,31 @@ class EntryShape:
 
     def slices(self, data: bytes, level: Level) -> tuple[int, ...]:
         """For each group a bit per slice."""
-        row = self.row_at(level)
-        at = self.group_at
-        return tuple(int.from_bytes(data[row + at[i] : row + at[i + 1]], "little") for i in range(len(self.num_slices)))
+        return tuple([int.from_bytes(data[part], "little") for part in self._bit_parts[level]])
 
     def group_bytes(self, data: bytes, level: Level) -> tuple[int, ...]:
         """For each group the bytes of its records."""
-        starts = (self.sum_at(level, group) for group in range(len(self.num_slices)))
-        return tuple(int.from_bytes(data[at : at + SUM_BYTES], "little") for at in starts)
+        return tuple([int.from_bytes(data[part], "little") for part in self._sum_parts[level]])
 
-    @staticmethod
-    def parent(data: bytes) -> PrefixHash | None:
-        """The parent, where it is known."""
-        parent = data[PARENT_AT : PARENT_AT + PREFIX_BYTES]
-        return None if parent == _NO_PARENT else PrefixHash(parent)
+    @cached_property
+    def _bit_parts(self) -> tuple[tuple[slice, ...], ...]:
+        """Where each level's bits of each group are: worked out once, rounds of retention read a million entries."""
+        ends = list(pairwise(self.group_at))
+        return tuple(tuple(slice(row + start, row + stop) for start, stop in ends) for row in map(self.row_at, Level))
+
+    @cached_property
+    def _sum_parts(self) -> tuple[tuple[slice, ...], ...]:
+        starts = [[self.sum_at(level, group) for group in range(len(self.num_slices))] for level in Level]
+        return tuple(tuple(slice(at, at + SUM_BYTES) for at in listed) for listed in starts)
+
+    def head(self, data: bytes) -> EntryHead:
+        """The fields before the sums.
+
+        Raises:
+            CorruptRecord: It is no entry of this shape.
+        """
+        _, leaving, _, tokens, parent, *rest = _HEAD.unpack_from(self.check(data))
+        return EntryHead(_LEVELS[leaving], tokens, None if parent == _NO_PARENT else PrefixHash(parent), *rest)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ looked for what has lost its start meanwhile; in vain, twice as long after."""
 _BUSY_S = 0.1
 _LOOK_SHARE = 0.1
 """Of the time, for looks at the totals while others write: over all slots of a cluster they cost something."""
-_AT_ONCE, _TOGETHER = 64, 16
-"""Boundaries that are deleted at a time, and those of them in one call."""
+_AT_ONCE, _CALLS, _TOGETHER_MIN = 64, 4, 4
+"""Boundaries that are deleted at a time, the calls that share them, and the fewest that are worth one: what a call has
+deleted makes room at once."""
 _READ_AT_ONCE = 64
 _HIDDEN_AT_ONCE = 64
 """Boundaries that are hidden before the first of them is deleted."""
@@ -147,7 +148,7 @@ class Retention:
         if self._room is not None:
             self._room.settle(used + self._room.ended_bytes - ended_bytes)
             used += self._room.asked_bytes
-        excess = self._excess(used)
+        excess = self._rules.excess_bytes(used, self._room.start_bytes if self._room is not None else None)
         self._is_over = excess > 0
         if self._rules.budget_bytes is not None:
             boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
@@ -158,7 +159,7 @@ class Retention:
                 leases = {namespace: self._lease_name(namespace) for namespace in held}
                 await self._choice.agree(leases, self._ownership, self._deadline())
         num_refused = self._num_refused()
-        is_due = self._is_due(used, held, tenants) or self._now_s() >= self._mend_at_s
+        is_due = self._is_over or self._is_due(held, tenants) or self._now_s() >= self._mend_at_s
         if not is_due and not self._is_unfinished and num_refused == self._num_seen:
             return 0
         self._owned = {
@@ -181,6 +182,8 @@ class Retention:
             plan = await self._plan(entries, tenants, free_bytes, elsewhere)
             await asyncio.to_thread(let_go, entries)
         left += await self._evict(plan.leavers)
+        if self._room is not None and left:
+            self._room.evicted()
         self._mend_later(left, plan)
         owns_all = len(self._owned) == sum(map(bool, held.values()))
         is_stuck = left == 0 and self._is_over and owns_all
@@ -261,7 +264,8 @@ class Retention:
         self._cost = max(1.0, used / max(1, stored))
         return used
 
-    def _is_due(self, used: int, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> bool:
+    def _is_due(self, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> bool:
+        """Whether something may have to leave though there is room."""
         rules = self._rules
         if rules.ttl_s is not None:
             now_s = self._clock.monotonic_s()
@@ -273,15 +277,7 @@ class Retention:
             for tenant in rules.quotas
         }
         maxima = ((by_tenant[tenant], quota.maximum_bytes) for tenant, quota in rules.quotas.items())
-        return any(maximum is not None and taken > maximum for taken, maximum in maxima) or (
-            rules.budget_bytes is not None and used > rules.budget_bytes * rules.start_share
-        )
-
-    def _excess(self, used: int) -> int:
-        rules = self._rules
-        if rules.budget_bytes is None or used <= rules.budget_bytes * rules.start_share:
-            return 0
-        return used - int(rules.budget_bytes * rules.stop_share)
+        return any(maximum is not None and taken > maximum for taken, maximum in maxima)
 
     async def _know(self, namespace: NamespaceId) -> bool:
         """Whether this service's side of the catalog can read the namespace; what no engine has opened here is
@@ -339,7 +335,8 @@ class Retention:
         indexes = list(hidden)
         for start in range(0, len(indexes), _AT_ONCE):
             part = indexes[start : start + _AT_ONCE]
-            calls = [part[at : at + _TOGETHER] for at in range(0, len(part), _TOGETHER)]
+            together = max(_TOGETHER_MIN, -(-len(part) // _CALLS))
+            calls = [part[at : at + together] for at in range(0, len(part), together)]
             deleted = await gather_all(self._delete([hidden[index] for index in call]) for call in calls)
             done = [index for call, is_deleted in zip(calls, deleted, strict=True) if is_deleted for index in call]
             await self._finish([(hidden[index], leavers[index].reason) for index in done])

@@ -52,6 +52,20 @@ class RetentionRules:
         """Of the budget: above it the level is as good as full, also when a round has just ended."""
         return self.stop_share - (self.start_share - self.stop_share) / 2
 
+    def excess_bytes(self, used_bytes: int, start_bytes: int | None = None) -> int:
+        """What must leave when so much is used; 0: nothing.
+
+        Args:
+            used_bytes: Of the budget.
+            start_bytes: Where eviction starts now, and by as much earlier it stops; `None`: as the rules say.
+        """
+        if self.budget_bytes is None:
+            return 0
+        start = int(self.budget_bytes * self.start_share) if start_bytes is None else start_bytes
+        if used_bytes <= start:
+            return 0
+        return used_bytes - start + int(self.budget_bytes * (self.start_share - self.stop_share))
+
 
 def shares(budget_bytes: int) -> tuple[float, float]:
     """Of the budget, where eviction should start and where it should stop: 3% below it and 6% below that, or up to 8%

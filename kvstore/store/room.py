@@ -18,18 +18,22 @@ _WAIT_SHARE = 0.5
 _COMPLETE_S = 1.0
 """The records of one boundary come from several ranks: so long after one of them, another may be on its way."""
 _RECENT_MAX = 16_384
+_EARLIER_FIRST, _EARLIER_MAX = 1 / 64, 1 / 8
+"""Of the budget: how much earlier eviction is asked for after somebody had to wait, and at most."""
+_EARLIER_KEPT = 15 / 16
+"""Of that, after a round in which nobody had to."""
 
 
 class Room:
     """Counts what a level holds between two looks at its totals, and lets nothing be written beyond its budget.
 
-    Eviction is asked for when the level is nearly full, so that waiting is rare. Whoever evicts says when nothing
-    can leave (all is pinned): then a put that does not fit is refused at once. While the books cannot be read the
-    level is not bounded here.
+    Eviction is asked for when the level is nearly full, and earlier where writers had to wait for it nevertheless, so
+    that waiting is rare. Whoever evicts says when nothing can leave (all is pinned): then a put that does not fit is
+    refused at once. While the books cannot be read the level is not bounded here.
 
     Args:
         budget_bytes: What the level may hold, in the unit of `settle`.
-        start_bytes: Above it, eviction is asked for.
+        start_bytes: Above it, eviction is asked for, at the latest.
         clock: For what is recent.
     """
 
@@ -37,7 +41,9 @@ class Room:
         self.budget_bytes = budget_bytes
         self.ended_bytes = 0
         """Of all puts that have stored something so far: what ended while totals were read may not be in them."""
-        self._start_bytes = start_bytes
+        self._start_bytes_max = start_bytes
+        self._earlier_bytes = 0.0
+        self._has_waited = False
         self._used_bytes = 0
         self._in_flight_bytes = 0
         self._waiting_bytes = 0
@@ -55,6 +61,11 @@ class Room:
         return self._used_bytes + self._in_flight_bytes
 
     @property
+    def start_bytes(self) -> int:
+        """Above it, eviction is asked for."""
+        return self._start_bytes_max - int(self._earlier_bytes)
+
+    @property
     def asked_bytes(self) -> int:
         """What is being written, or waits to be."""
         return self._in_flight_bytes + self._waiting_bytes
@@ -70,6 +81,15 @@ class Room:
         self._used_bytes = max(0, self._used_bytes - num_bytes)
         self._is_stuck = False
         self._freed.set()
+
+    def evicted(self) -> None:
+        """A round of eviction has ended: the next one is asked for earlier if somebody had to wait since the last."""
+        if self._has_waited:
+            earlier_bytes = max(2 * self._earlier_bytes, _EARLIER_FIRST * self.budget_bytes)
+            self._earlier_bytes = min(earlier_bytes, _EARLIER_MAX * self.budget_bytes)
+        else:
+            self._earlier_bytes *= _EARLIER_KEPT
+        self._has_waited = False
 
     def stuck(self) -> None:
         """Nothing more can leave for now."""
@@ -99,7 +119,7 @@ class Room:
 
         If cancelled, nothing is reserved.
         """
-        if not self._is_suspended and self.used_bytes + num_bytes > self._start_bytes:
+        if not self._is_suspended and self.used_bytes + num_bytes > self.start_bytes:
             self._wanted.set()
         name = key.namespace + key.prefix
         self._writing[name] += 1
@@ -120,6 +140,7 @@ class Room:
     async def _wait(self, num_bytes: int, deadline: Deadline) -> bool:
         """Whether there is room before much of the time has passed. Returns in the turn in which there is."""
         self._waiting_bytes += num_bytes
+        self._has_waited = True
         try:
             async with deadline.earlier(deadline.remaining_s * _WAIT_SHARE).scope("waiting for room"):
                 while not self._fits(num_bytes):
@@ -154,6 +175,8 @@ class Room:
 
     async def wanted(self, timeout_s: float) -> None:
         """Return when eviction is asked for, or after `timeout_s`."""
+        if self.used_bytes + self._waiting_bytes <= self.start_bytes:  # what asked has been served since
+            self._wanted.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wanted.wait()

@@ -88,14 +88,21 @@ class Prompt:
         data = bytearray(HEADER_BYTES) + bytearray(numbers.bytes(self.payload_bytes))
         return seal(HeaderV1(key, kind, span, 0, self.payload_bytes, 0, bytes(16), created_ms=1_700_000_000_000), data)
 
+    def record_keys(self, tokens: Iterable[int] | None = None) -> list[RecordKey]:
+        """Of all slices of all groups at these boundaries; by default every page (and its states), and the end."""
+        return [self.key(*place) for place in self._places(tokens)]
+
     def records(self, tokens: Iterable[int] | None = None) -> list[Record]:
-        """All slices of all groups at these boundaries; by default every page (and its states), and the end."""
+        """The records of `record_keys`."""
+        return [self.record(*place) for place in self._places(tokens)]
+
+    def _places(self, tokens: Iterable[int] | None) -> list[tuple[int, int, int]]:
         if tokens is None:
             page_tokens = self.layout.page_tokens
             ends = set(range(page_tokens, self.num_tokens + 1, page_tokens))
             tokens = sorted(ends | {self.num_tokens // self.step_tokens * self.step_tokens})
         return [
-            self.record(at, index, slice_)
+            (at, index, slice_)
             for at in tokens
             for index, group in enumerate(self.layout.groups)
             for slice_ in range(group.num_slices)

@@ -98,3 +98,31 @@ async def test_what_was_written_lately_is_known_in_order(room: Room) -> None:
     first, second = OTHER.namespace + OTHER.prefix, KEY.namespace + KEY.prefix
     assert room.order() == {first: 0.0, second: 0.5}
     assert room.boundaries_in_work() == {first, second}
+
+
+async def test_eviction_is_asked_for_earlier_where_writers_had_to_wait(room: Room) -> None:
+    """As much earlier as it takes, an eighth of the budget at most; as late as before where nobody waits any more."""
+    starts = [room.start_bytes]
+    for _ in range(6):
+        room.settle(100)
+        assert not await room.take(KEY, 1, Deadline.after(0.002))
+        room.settle(0)
+        room.evicted()
+        starts.append(room.start_bytes)
+    assert starts[0] == 90 and starts == sorted(starts, reverse=True)
+    assert starts[-1] == starts[-2] == 90 - 12
+    for _ in range(100):
+        room.evicted()
+    assert room.start_bytes == 90
+
+
+async def test_what_was_asked_for_and_served_is_not_asked_for_again(room: Room) -> None:
+    """Eviction made room while others asked for it: nobody looks again for their sake."""
+    room.settle(95)
+    assert await room.take(KEY, 1, soon())
+    room.free(50)
+    asking = asyncio.ensure_future(room.wanted(60.0))
+    await asyncio.sleep(0)
+    assert not asking.done()
+    assert await room.take(OTHER, 50, soon())
+    await asking
