@@ -8,6 +8,7 @@ from itertools import count
 from typing import ClassVar
 
 from kvstore.eviction.prefixes import Node
+from kvstore.runtime.split_dict import SplitDict
 
 __all__ = ["FreeNodes", "Policy"]
 
@@ -76,14 +77,15 @@ class FreeNodes:
         return node.is_held and node.num_holds == 0 and node.rank == rank and node.queue == self._queue
 
     def _compact(self) -> None:
-        first: dict[int, tuple[float, int, Node]] = {}
+        first: SplitDict[int, tuple[float, int, Node]] = SplitDict()
         for entry in self._heap:
             rank, arrival, node = entry
             if self._is_current(rank, node):
                 known = first.get(id(node))
                 if known is None or arrival < known[1]:
                     first[id(node)] = entry
-        kept = list(first.values())
-        heapq.heapify(kept)  # not a sort of all, which would hold up other threads
+        kept: list[tuple[float, int, Node]] = []
+        for entry in first.values():  # not in one step, for which all other threads would stop
+            heapq.heappush(kept, entry)
         self._heap = kept
         self._compact_at = 2 * len(kept) + _SLACK

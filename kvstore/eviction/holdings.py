@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.eviction.base import Policy
@@ -61,13 +61,16 @@ class Holdings:
     Args:
         budget_bytes: What all boundaries may take together.
         make_policy: A fresh policy; each pool has its own.
+        nodes: Where to keep what is held; an empty one. By default a dict.
     """
 
-    def __init__(self, budget_bytes: int, make_policy: Callable[[], Policy]) -> None:
+    def __init__(
+        self, budget_bytes: int, make_policy: Callable[[], Policy], nodes: MutableMapping[Key, Node] | None = None
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._make_policy = make_policy
-        self._nodes: dict[Key, Node] = {}
+        self._nodes: MutableMapping[Key, Node] = {} if nodes is None else nodes
         self._pools: dict[int, Pool] = {SHARED: Pool(make_policy())}
 
     def __len__(self) -> int:
@@ -85,7 +88,7 @@ class Holdings:
         return self._nodes.get(key)
 
     def nodes(self) -> Iterator[Node]:
-        """All that is held, parents before what hangs on them where both came in that order."""
+        """All that is held; in a dict, parents before what hangs on them where both came in that order."""
         return iter(self._nodes.values())
 
     def pool(self, index: int) -> Pool:

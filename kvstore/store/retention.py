@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason, Leaving
@@ -14,7 +15,7 @@ from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
-from kvstore.runtime.collector import collector_paused, let_go
+from kvstore.runtime.collector import collector_paused, collector_spared, let_go
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.policy_choice import PolicyChoice
@@ -168,20 +169,25 @@ class Retention:
             if held[namespace] and await self._know(namespace) and await self._hold(namespace)
         }
         self._is_unfinished = False
-        with collector_paused():
-            entries, left = await self._entries()
-            if len(self._owned) == sum(map(bool, held.values())):
-                self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
-            # of what all owners together must free, the share of what is owned here
-            own = sum(held[namespace] for namespace in self._owned)
-            free_bytes = int(excess / self._cost) * own // max(1, stored) - left
-            elsewhere = {
-                tenant: sum(num for name, num in held.items() if tenants[name] == tenant and name not in self._owned)
-                for tenant in self._rules.quotas
-            }
-            plan = await self._plan(entries, tenants, free_bytes, elsewhere)
-            await asyncio.to_thread(let_go, entries)
-        left += await self._evict(plan.leavers)
+        with ExitStack() as spared:
+            with collector_paused():
+                entries, left = await self._entries()
+                if len(self._owned) == sum(map(bool, held.values())):
+                    self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
+                # of what all owners together must free, the share of what is owned here
+                own = sum(held[namespace] for namespace in self._owned)
+                free_bytes = int(excess / self._cost) * own // max(1, stored) - left
+                elsewhere = {
+                    tenant: sum(
+                        num for name, num in held.items() if tenants[name] == tenant and name not in self._owned
+                    )
+                    for tenant in self._rules.quotas
+                }
+                plan = await self._plan(entries, tenants, free_bytes, elsewhere)
+                await asyncio.to_thread(let_go, entries)
+                spared.enter_context(collector_spared())
+            left += await self._evict(plan.leavers)
+            await asyncio.to_thread(let_go, plan.leavers)
         if self._room is not None and left:
             self._room.evicted()
         self._mend_later(left, plan)
@@ -189,7 +195,6 @@ class Retention:
         is_stuck = left == 0 and self._is_over and owns_all
         if is_stuck and self._room is not None and not self._room.boundaries_in_work():
             self._room.stuck()
-        await asyncio.to_thread(let_go, plan.leavers)
         return left
 
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:

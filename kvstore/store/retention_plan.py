@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.catalog.base import BoundaryEntry, LeaveReason
@@ -12,12 +12,13 @@ from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.collector import let_go
+from kvstore.runtime.split_dict import SplitDict
 
 __all__ = ["Leaver", "LeavingPlan", "broken_of", "incomplete_of", "plan_leaving"]
 
 _SORTED_S = 256
-_SORTED_AT_ONCE = 4096
-"""Entries of so many seconds, and so many of them, are sorted at a time, which takes some milliseconds."""
+_SORTED_AT_ONCE = 1024
+"""Entries of so many seconds, and so many of them, are sorted at a time, which takes about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,13 @@ def plan_leaving(
     """
     order = order or {}
     pools = {tenant: index for index, tenant in enumerate(sorted(quotas), start=1)}
-    holdings = Holdings(0, make_policy)
+    holdings = Holdings(0, make_policy, SplitDict())
     for tenant, index in pools.items():
         pool = holdings.pool(index)
         pool.quota, pool.elsewhere_bytes = quotas[tenant], (elsewhere or {}).get(tenant, 0)
-    by_key = _longest_unused_first(entries, level, order)
-    for key, entry in _parents_first(by_key):
+    held = _Held(_longest_unused_first(entries, level, order))
+    for index in held.parents_first():
+        key, entry = held.names[index], held.entries[index]
         node = holdings.add(
             key,
             entry.namespace + entry.parent if entry.parent is not None else None,
@@ -120,12 +122,13 @@ def plan_leaving(
     leaving += [(node, LeaveReason.EVICTED) for node in holdings.evict(0)]
     place = {node.key: index for index, (node, _) in enumerate(leaving)}
     leavers = [
-        Leaver(by_key[_name(node)], reason, place.get(node.parent.key) if node.parent is not None else None)
+        Leaver(held.get(_name(node)), reason, place.get(node.parent.key) if node.parent is not None else None)
         for node, reason in leaving
     ]
     is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
     del leaving
-    let_go(by_key, place)
+    held.let_go()
+    let_go(place)
     holdings.let_go()
     return LeavingPlan(leavers, is_enough)
 
@@ -152,19 +155,23 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
     A boundary whose parent is not known, or that lacks a group altogether, is not one of them: states are not saved
     at every page. Nor is one that is pinned.
     """
-    held = {entry.namespace + entry.prefix: entry for entry in entries if any(entry.slices[level])}
+    held = _Held((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
     most: dict[bytes, list[int]] = {}
-    for entry in held.values():
+    for entry in held.entries:
         counts = most.setdefault(entry.namespace, [0] * len(entry.slices[level]))
         for group, bits in enumerate(entry.slices[level]):
             counts[group] = max(counts[group], bits.bit_count())
-    is_whole = {name: _is_whole(entry, most[entry.namespace], level) for name, entry in held.items()}
-    for name, entry in _parents_first(held):
-        if entry.parent is not None:
-            is_whole[name] = is_whole[name] and is_whole.get(entry.namespace + entry.parent, False)
-    broken = {name for name, whole in is_whole.items() if not whole and held[name].pinned_until_s <= now_s}
-    used_s = {name: held[name].last_use_s for name in broken}
-    let_go(held, is_whole)
+    is_whole = bytearray(_is_whole(entry, most[entry.namespace], level) for entry in held.entries)
+    for index in held.parents_first():
+        if held.entries[index].parent is not None:
+            below = held.below(index)
+            is_whole[index] &= below is not None and is_whole[below]
+    used_s = {
+        held.names[index]: entry.last_use_s
+        for index, entry in enumerate(held.entries)
+        if not is_whole[index] and entry.pinned_until_s <= now_s
+    }
+    held.let_go()
     return used_s
 
 
@@ -173,26 +180,67 @@ def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
     return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[level], most, strict=True))
 
 
+class _Held:
+    """Boundaries by number, name and parent. Made, and let go, in steps so small that other threads go on meanwhile.
+
+    Args:
+        listed: Names (namespace and prefix) with their entries; of one that comes twice the first counts.
+    """
+
+    def __init__(self, listed: Iterable[tuple[bytes, BoundaryEntry]]) -> None:
+        self.names: list[bytes] = []
+        self.entries: list[BoundaryEntry] = []
+        self._indexes: SplitDict[bytes, int] = SplitDict()
+        for name, entry in listed:
+            if self._indexes.setdefault(name, len(self.names)) == len(self.names):
+                self.names.append(name)
+                self.entries.append(entry)
+
+    def get(self, name: bytes) -> BoundaryEntry:
+        return self.entries[self._indexes[name]]
+
+    def below(self, index: int) -> int | None:
+        """The parent, where it is held."""
+        entry = self.entries[index]
+        return None if entry.parent is None else self._indexes.get(entry.namespace + entry.parent)
+
+    def parents_first(self) -> Iterator[int]:
+        """As they were listed, but for parents, which come before their ends."""
+        done = bytearray(len(self.names))
+        for index in range(len(self.names)):
+            chain: list[int] = []
+            at: int | None = index
+            while at is not None and not done[at]:
+                done[at] = True
+                chain.append(at)
+                at = self.below(at)
+            yield from reversed(chain)
+
+    def let_go(self) -> None:
+        """Of no use afterwards."""
+        let_go(self.names, self.entries, self._indexes)
+
+
 def _longest_unused_first(
     entries: Iterable[BoundaryEntry], level: Level, order: Mapping[bytes, float]
-) -> dict[bytes, BoundaryEntry]:
-    """By name (namespace and prefix). Sorted in pieces: one sort of them all would stop all other threads."""
+) -> Iterator[tuple[bytes, BoundaryEntry]]:
+    """With their names, so that a policy sees the past as it was. Sorted in pieces: one sort of them all would stop all
+    other threads.
+    """
     spans: dict[int, list[tuple[tuple[int, float, int, bytes], BoundaryEntry]]] = {}
     for entry in entries:
         if any(entry.slices[level]):
             name = entry.namespace + entry.prefix
             place = (entry.last_use_s, order.get(name, 0.0), -entry.tokens, name)
             spans.setdefault(entry.last_use_s // _SORTED_S, []).append((place, entry))
-    by_key: dict[bytes, BoundaryEntry] = {}
     for span in sorted(spans):
         placed = spans.pop(span)
         pieces = [placed[at : at + _SORTED_AT_ONCE] for at in range(0, len(placed), _SORTED_AT_ONCE)]
         for piece in pieces:
             piece.sort(key=_place)
         for place, entry in heapq.merge(*pieces, key=_place):
-            by_key[place[-1]] = entry
+            yield place[-1], entry
         let_go(placed, *pieces)
-    return by_key
 
 
 def _place(one: tuple[tuple[int, float, int, bytes], BoundaryEntry]) -> tuple[int, float, int, bytes]:
@@ -202,18 +250,3 @@ def _place(one: tuple[tuple[int, float, int, bytes], BoundaryEntry]) -> tuple[in
 def _name(node: Node) -> bytes:
     assert isinstance(node.key, bytes)
     return node.key
-
-
-def _parents_first(entries: Mapping[bytes, BoundaryEntry]) -> Iterable[tuple[bytes, BoundaryEntry]]:
-    """In order of use, so that a policy sees the past as it was, but for parents, which come before their ends."""
-    done: set[bytes] = set()
-    for key in entries:
-        chain: list[bytes] = []
-        at: bytes | None = key
-        while at is not None and at in entries and at not in done:
-            done.add(at)
-            chain.append(at)
-            entry = entries[at]
-            at = entry.namespace + entry.parent if entry.parent is not None else None
-        for name in reversed(chain):
-            yield name, entries[name]
