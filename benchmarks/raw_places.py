@@ -93,16 +93,25 @@ class RawS3(RawPlace):
         digest = hmac.new(self._server.secret_key.encode(), to_sign, hashlib.sha1).digest()
         signature = base64.b64encode(digest).decode()
         fields |= {"Date": date, "Authorization": f"AWS {self._server.access_key}:{signature}"}
+        try:
+            answer, text = self._exchange(method, path, body, fields)
+        except (ConnectionError, http.client.BadStatusLine):  # the gateway ends connections that were idle for long
+            self._thread.connection = None
+            answer, text = self._exchange(method, path, body, fields)
+        if answer.status >= 300:
+            raise RuntimeError(f"S3 refused a raw {method}: {answer.status} {text[:500]!r}")
+        return text
+
+    def _exchange(
+        self, method: str, path: str, body: bytes, fields: dict[str, str]
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         connection: http.client.HTTPConnection | None = getattr(self._thread, "connection", None)
         if connection is None:
             connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=_TIMEOUT_S)
             self._thread.connection = connection
         connection.request(method, path, body, fields)
         answer = connection.getresponse()
-        text = answer.read()
-        if answer.status >= 300:
-            raise RuntimeError(f"S3 refused a raw {method}: {answer.status} {text[:500]!r}")
-        return text
+        return answer, answer.read()
 
 
 class _Held:

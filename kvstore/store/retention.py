@@ -207,8 +207,8 @@ class Retention:
                     entries.append(entry)
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
-                elif await self._delete([entry]):
-                    left += await self._finish([(entry, LeaveReason.EVICTED)])
+                else:
+                    left += await self._delete([(entry, LeaveReason.EVICTED)]) or 0
         return entries, left
 
     async def _plan(
@@ -342,39 +342,36 @@ class Retention:
             part = indexes[start : start + _AT_ONCE]
             together = max(_TOGETHER_MIN, -(-len(part) // _CALLS))
             calls = [part[at : at + together] for at in range(0, len(part), together)]
-            deleted = await gather_all(self._delete([hidden[index] for index in call]) for call in calls)
-            done = [index for call, is_deleted in zip(calls, deleted, strict=True) if is_deleted for index in call]
-            await self._finish([(hidden[index], leavers[index].reason) for index in done])
-            gone.update(done)
-            if len(done) < len(part):
+            deleted = await gather_all(
+                self._delete([(hidden[index], leavers[index].reason) for index in call]) for call in calls
+            )
+            gone.update(*(call for call, num_bytes in zip(calls, deleted, strict=True) if num_bytes is not None))
+            if None in deleted:
                 for index in indexes[start + _AT_ONCE :]:
                     one = hidden[index]
                     await self._catalog.stop_leaving(one.namespace, one.prefix, self._level, deadline=self._deadline())
                 break
         return gone
 
-    async def _delete(self, entries: Sequence[BoundaryEntry]) -> bool:
-        """Delete the records of hidden boundaries. False: the tier refused, a later round tries again."""
-        keys = [key for entry in entries for key in entry.keys(self._level)]
+    async def _delete(self, leaving: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int | None:
+        """Delete the records of hidden boundaries, then take them off the totals; returns the bytes that this frees.
+        `None`: the tier refused, a later round tries again.
+        """
         try:
+            keys = [key for entry, _ in leaving for key in entry.keys(self._level)]
             await self._tier.delete_all(keys, deadline=self._deadline())
         except Unavailable:
             self._meters.add("retention_failures", tier=self._tier.name)
             self._is_unfinished = True
-            return False
-        if self._room is not None:
-            self._room.free(int(sum(entry.num_bytes(self._level) for entry in entries) * self._cost))
-        return True
-
-    async def _finish(self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int:
-        """Take off the totals what is deleted; returns its bytes."""
-        if not gone:
-            return 0
-        for entry, reason in gone:
-            self._meters.add("retention_boundaries", tier=self._tier.name, reason=reason.name.lower())
-            num_bytes = entry.num_bytes(self._level)
-            self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=reason.name.lower())
-        return await self._catalog.finish_leaving_all(gone, self._level, deadline=self._deadline())
+            return None
+        left = await self._catalog.finish_leaving_all(leaving, self._level, deadline=self._deadline())
+        for entry, reason in leaving:
+            why, num_bytes = reason.name.lower(), entry.num_bytes(self._level)
+            self._meters.add("retention_boundaries", tier=self._tier.name, reason=why)
+            self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=why)
+        if self._room is not None:  # not before the totals tell of it: they would be over the budget
+            self._room.free(int(sum(entry.num_bytes(self._level) for entry, _ in leaving) * self._cost))
+        return left
 
     async def aclose(self) -> None:
         """Stop, and give the leases back. Idempotent."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, World, open_world
 
-from kvstore.catalog.base import LeaveReason
+from kvstore.catalog.base import BoundaryEntry, LeaveReason
 from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.recorder import Recorder
@@ -193,3 +194,21 @@ async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: Wo
     assert await tier.put(record, deadline=world.deadline) is PutOutcome.EXISTS
     assert (room.used_bytes, await world.used_bytes()) == (RECORD_BYTES, RECORD_BYTES)
     await recorder.aclose()
+
+
+async def test_room_is_free_once_the_totals_tell_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for room writes only when what has left is off the books, which would be over the budget otherwise."""
+    await world.save("a", 6)
+    room = Room(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
+    retention = world.retention(room=room, budget_bytes=5 * BOUNDARY_BYTES)
+    real, told = world.catalog.finish_leaving_all, 0
+
+    async def finish(gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline) -> int:
+        nonlocal told
+        assert room.used_bytes == 6 * BOUNDARY_BYTES - told
+        told += await real(gone, level, deadline=deadline)
+        return told
+
+    monkeypatch.setattr(world.catalog, "finish_leaving_all", finish)
+    assert await retention.round() >= 2 * BOUNDARY_BYTES
+    assert room.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
