@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 from kvstore.errors import Closed, KVStoreError
@@ -34,8 +35,12 @@ class Batches(Generic[Item, Answer]):
         self._waiting: list[tuple[Item, asyncio.Future[Answer | KVStoreError]]] = []
         self._is_running = False
 
-    async def run(self, item: Item, deadline: Deadline) -> Answer:
+    async def run(self, item: Item, deadline: Deadline | None) -> Answer:
         """Wait for the call that carries `item`.
+
+        Args:
+            item: What is carried.
+            deadline: When to give up; `None`: the call ends by itself, and how it did must be known.
 
         Raises:
             Unavailable: At the deadline; the call goes on.
@@ -48,7 +53,7 @@ class Batches(Generic[Item, Answer]):
             self._background.spawn(self._run(), "batches")
             self._is_running = True
         self._waiting.append((item, future))
-        async with deadline.scope("a call for several"):
+        async with deadline.scope("a call for several") if deadline is not None else nullcontext():
             answer = await future
         if isinstance(answer, KVStoreError):
             raise answer

@@ -240,7 +240,8 @@ class Journeys:
 
     async def _settled(self, journey: _Journey) -> None:
         try:
-            await self._ends.run(journey, Deadline.after(self._limits.write_back_timeout_s, self._clock))
+            # until its call has ended, however long that takes: it could end the entry of a write that did not wait
+            await self._ends.run(journey, None)
             journey.in_hot = False
         except KVStoreError:
             # Our entry stands, and perhaps for a record in the hot tier: were that forgotten, the end of a later write,
