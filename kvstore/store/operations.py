@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
@@ -99,16 +99,6 @@ class StoreOperations:
     async def explain(self, request: str, *, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
         """As `PageStore.explain`."""
         return await self._explainer.explain(request, tenant, deadline)
-
-    async def in_memory(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> list[bool]:
-        """For each boundary whether this node's memory may have records of it.
-
-        Raises:
-            InvalidRequest: More than `PIECE_RECORDS_MAX`.
-        """
-        _check_piece(len(prefixes))
-        held = self._memory.prefixes()
-        return [prefix in held for prefix in prefixes]
 
     async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """For each record its bytes in this node's memory; `None`: it is not there.

@@ -124,7 +124,9 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
     async with context.walks:
         boundaries = await _hash(token_ids, prompt.cache_salt)
         hot, cold = await _read(context, catalog, found, boundaries)
-        memory: SliceMap = dict(await held_at(context, found, [boundary.prefix for boundary in boundaries]))
+        indexes = _worth_a_look(boundaries, found.layout.page_tokens, {*_indexes(hot), *_indexes(cold)})
+        prefixes = [boundary.prefix for boundary in boundaries]
+        memory: SliceMap = dict(await held_at(context, found, prefixes, indexes))
         is_certain = await catalog.is_complete(deadline=context.soon())
         maps = {context.operations.tier_names[None]: memory}
         for level, held in ((Level.HOT, hot), (Level.COLD, cold)):
@@ -168,6 +170,16 @@ async def _read(
     blank = np.zeros((0, EntryShape.of(namespace.layout).row_bytes), dtype=np.uint8)
     hot, cold = (PackedSlices(namespace.layout, np.concatenate([blank, *parts[level]])) for level in Level)
     return hot, cold
+
+
+def _worth_a_look(boundaries: Sequence[Boundary], page_tokens: int, stored: set[int]) -> list[int]:
+    """Boundaries that this node's memory is asked about: ends of pages, the prompt's own end, and what a tier has."""
+    last = boundaries[-1].tokens // page_tokens * page_tokens if boundaries else 0
+    return [
+        index
+        for index, boundary in enumerate(boundaries)
+        if index in stored or boundary.tokens % page_tokens == 0 or boundary.tokens > last
+    ]
 
 
 async def _found(

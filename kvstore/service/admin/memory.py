@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from kvstore.model.keys import PrefixHash, RecordKey
@@ -10,6 +11,9 @@ from kvstore.service.admin.context import AdminContext
 from kvstore.store.operations import PIECE_RECORDS_MAX
 
 __all__ = ["all_keys", "held_at", "memory_sizes"]
+
+_KEYS_MAX = 65_536
+_PAUSE_BOUNDARIES = 64
 
 
 def all_keys(namespace: Namespace, prefix: PrefixHash) -> list[RecordKey]:
@@ -36,20 +40,24 @@ async def memory_sizes(context: AdminContext, keys: Sequence[RecordKey]) -> list
 
 
 async def held_at(
-    context: AdminContext, namespace: Namespace, prefixes: Sequence[PrefixHash]
+    context: AdminContext, namespace: Namespace, prefixes: Sequence[PrefixHash], indexes: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """For each boundary's index and group a bit per slice in memory; those without any are not in it."""
-    deadline = context.soon()
-    there: list[int] = []
-    for start in range(0, len(prefixes), PIECE_RECORDS_MAX):
-        piece = prefixes[start : start + PIECE_RECORDS_MAX]
+    """For each boundary's index and group a bit per slice in memory; those without any are not in it.
 
-        async def ask(piece: Sequence[PrefixHash] = piece) -> list[bool]:
-            return await context.operations.in_memory(namespace.id, piece)
-
-        answers = await context.bridge.call(ask, deadline=deadline)
-        there += [start + index for index, is_there in enumerate(answers) if is_there]
-    keys = [(index, key) for index in there for key in all_keys(namespace, prefixes[index])]
+    Args:
+        context: The way there.
+        namespace: Whose boundaries.
+        prefixes: All of a prompt's.
+        indexes: Which of them to look for, chosen without knowledge of what others have: the time of the answer must
+            not tell of it. Of more than 65,536 records the first are looked for.
+    """
+    keys: list[tuple[int, RecordKey]] = []
+    for index in indexes:
+        keys += [(index, key) for key in all_keys(namespace, prefixes[index])]
+        if len(keys) >= _KEYS_MAX:
+            break
+        if index % _PAUSE_BOUNDARIES == 0:
+            await asyncio.sleep(0)
     sizes = await memory_sizes(context, [key for _, key in keys])
     held: dict[tuple[int, int], int] = {}
     for (index, key), size in zip(keys, sizes, strict=True):

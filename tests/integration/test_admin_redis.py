@@ -1,0 +1,59 @@
+"""The administration of services that share a Redis: what one shows and deletes is so for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.compose import open_store
+from kvstore.settings import load_settings
+from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.servers import RedisServer
+from tests.unit.admin.admin_world import soon, world
+
+
+@pytest.mark.servers
+async def test_a_shared_redis_is_listed_pinned_and_deleted(tmp_path: Path, shared_redis: RedisServer) -> None:
+    """Records at both levels: listed in every order, pinned, deleted by one service; the other one's lookups, Redis
+    itself, the directory and the totals all agree. A namespace that nobody has open here is known by its manifest.
+    """
+    hot = f"redis://{shared_redis.host}:{shared_redis.port}"
+    prompt = Prompt(HYBRID, "a", 64 * 6, tenant="red")
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushdb()
+        async with world(tmp_path, hot=hot) as saved:
+            await saved.save(prompt)
+        beside = load_settings({"memory_bytes": "16MiB", "hot": hot, "cold": "memory:"})
+        async with world(tmp_path, hot=hot) as made, open_store(beside) as other, made.client("red") as red:
+            namespace = prompt.namespace.hex()
+            held = (await red.get(f"/v1/namespaces/{namespace}")).json()
+            whole = {"num_boundaries": 6, "num_records": 30, "num_bytes": 35760}
+            assert held["held"] == {"redis": whole, "filesystem": whole}
+            assert held["description"] == prompt.description.fields
+            for order in ("stored", "hits", "bytes", "age", "idle"):
+                listed, cursor = [], ""
+                while cursor is not None:
+                    query = {"namespace": namespace, "order": order, "limit": 4, "cursor": cursor}
+                    page = (await red.get("/v1/prefixes", params=query)).json()
+                    listed += page["prefixes"]
+                    cursor = page["next_cursor"]
+                assert sorted(one["tokens"] for one in listed) == [64 * i for i in range(1, 7)]
+                assert all(one["num_bytes"] == {"redis": 5960, "filesystem": 5960} for one in listed)
+            pin = {"namespace": namespace, "prefix": prompt.boundary(128).prefix.hex(), "expires_in_s": 60}
+            assert (await red.post("/v1/pins", json=pin)).status_code == 201
+            assert len((await red.get("/v1/pins", params={"namespace": namespace})).json()["pins"]) == 1
+            last = f"/v1/prefixes/{namespace}/{prompt.boundary(384).prefix.hex()}"
+            deleted = (await red.delete(last, params={"confirm": "true"})).json()
+            one = {"num_boundaries": 1, "num_records": 5, "num_bytes": 5960}
+            assert deleted["by_tier"] == {"redis": one, "filesystem": one}
+            await other.open_namespace(prompt.description, deadline=soon())
+            assert (await other.lookup(prompt.query(), deadline=soon())).resume_tokens == 320
+            deleted = (await red.delete(f"/v1/namespaces/{namespace}?confirm=true")).json()
+            assert (deleted["num_pinned"], deleted["by_tier"]["redis"]["num_boundaries"]) == (2, 3)
+            assert (await other.lookup(prompt.query(), deadline=soon())).resume_tokens == 128
+            names = [name async for name in client.scan_iter(match=f"v1/{namespace}/*.g*", count=1000)]
+            assert len(names) == 10
+            left = (await red.get(f"/v1/namespaces/{namespace}")).json()["held"]
+            assert {tier: amount["num_records"] for tier, amount in left.items()} == {"redis": 10, "filesystem": 10}
