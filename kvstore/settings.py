@@ -72,7 +72,7 @@ def _admin_address(value: object) -> TcpAddress | None:
     if value == "off":
         return None
     address = _parsed(parse_address, f"tcp://{value}" if isinstance(value, str) and "://" not in value else value)
-    if not isinstance(address, TcpAddress):
+    if not isinstance(address, TcpAddress) or address.tls:
         raise ValueError("expected host:port, like 127.0.0.1:7070, or off")
     return address
 

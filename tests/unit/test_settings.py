@@ -112,6 +112,7 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         {"listen": 7},
         {"listen": "http://host:1"},
         {"admin_listen": "unix:/a"},
+        {"admin_listen": "tls://127.0.0.1:7070"},
         {"hot": "s3://bucket"},
         {"cold": "redis://host"},
         {"cold": 3},

@@ -9,7 +9,7 @@ import sys
 
 from kvstore.format import record
 
-record.verify_payload = lambda _: None
+record.verify_payload = lambda *_: None
 
 if __name__ == "__main__":
     from kvstore.cli.main import main
