@@ -18,7 +18,7 @@ from kvstore.testing.service_process import ServiceProcess, free_tcp_url
 
 PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
 CALL_S = 0.3
-SLACK_S = 0.25
+SLACK_S = 1.5
 """The machines are shared."""
 
 
