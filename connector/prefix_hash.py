@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from connector.content import PromptContent
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.model.prefix_chain import LINK_TOKENS, prefix_root
 
 __all__ = ["LINK_TOKENS", "PrefixChain"]
 
-LINK_TOKENS = 16
 _LINK_BYTES = LINK_TOKENS * 4
-_ROOT = b"kvstore prefix v1\0"
 
 
 class PrefixChain:
@@ -40,8 +39,7 @@ class PrefixChain:
         if step_tokens <= 0 or step_tokens % LINK_TOKENS:
             raise InvalidRequest(f"boundaries must be multiples of {LINK_TOKENS} tokens", step_tokens=step_tokens)
         self._step_tokens = step_tokens
-        salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
-        self._root = _ROOT + len(salt).to_bytes(4, "little") + salt
+        self._root = prefix_root(cache_salt)
         self._link = hashlib.sha256(self._root).digest()
         self._hashed_tokens = 0
         self._content = content or PromptContent()

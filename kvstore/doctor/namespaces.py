@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -18,7 +18,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from kvstore.format.names import ROOT, manifest_name
 from kvstore.model.keys import NamespaceId
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.tiers.gather import gather_all
@@ -110,10 +110,9 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
     """Every field that differs, causes before what follows from them."""
-    ours, theirs = dict(_flat(one)), dict(_flat(other))
-    paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
-    paths.sort(key=lambda path: (_rank(path), path))
-    return [Difference(path, ours.get(path, ""), theirs.get(path, "")) for path in paths]
+    found = field_differences(one, other)
+    paths = sorted(found, key=lambda path: (_rank(path), path))
+    return [Difference(path, *map(_as_json, found[path])) for path in paths]
 
 
 def _could_share(differs: Sequence[Difference]) -> bool:
@@ -146,15 +145,8 @@ def _cut(value: str) -> str:
     return value if len(value) <= _SHOWN_MAX else f"{value[:_SHOWN_MAX]}..."
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _flat(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for index, item in enumerate(value):
-            yield from _flat(item, f"{path}[{index}]")
-    else:
-        yield path, json.dumps(value, sort_keys=True)
+def _as_json(value: object) -> str:
+    return "" if value is None else json.dumps(value, sort_keys=True)
 
 
 async def _read(settings: Settings, deadline: Deadline) -> list[NamespaceDescription]:

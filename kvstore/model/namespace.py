@@ -13,7 +13,7 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.kinds import parse_kind
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = ["NamespaceDescription", "describe_layout"]
+__all__ = ["NamespaceDescription", "describe_layout", "field_differences"]
 
 _MAX_BYTES = 1 << 20
 
@@ -86,15 +86,6 @@ class NamespaceDescription:
         digest = hashlib.sha256(b"kvstore namespace v1\0" + len(tenant).to_bytes(4, "little") + tenant + self.canonical)
         return NamespaceId(digest.digest()[:NAMESPACE_BYTES])
 
-    def differences(self, other: NamespaceDescription) -> dict[str, tuple[object, object]]:
-        """Where two descriptions differ: by path of a field (`layout.groups[0].num_slices`) this one's value and the
-        other's; `None` for one that it does not have.
-        """
-        mine, its = dict(_leaves(self.fields, "")), dict(_leaves(other.fields, ""))
-        mine["tenant"], its["tenant"] = self.tenant, other.tenant
-        paths = dict.fromkeys([*mine, *its])
-        return {path: (mine.get(path), its.get(path)) for path in paths if mine.get(path) != its.get(path)}
-
     def layout(self) -> Layout:
         """The groups and slices that the store checks coverage against.
 
@@ -131,11 +122,19 @@ def describe_layout(layout: Layout, notes: tuple[Mapping[str, Any], ...] | None 
     }
 
 
+def field_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
+    """Where the fields of two descriptions differ: by path (`layout.groups[0].num_slices`) the first one's value and
+    the other's, `None` for one that it does not have. A list of plain values is one value.
+    """
+    mine, its = dict(_leaves(one, "")), dict(_leaves(other, ""))
+    return {path: (mine.get(path), its.get(path)) for path in {**mine, **its} if mine.get(path) != its.get(path)}
+
+
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list) and value:
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     else:

@@ -11,12 +11,18 @@ from collections.abc import Sequence
 
 from kvstore.model.keys import Boundary, PrefixHash
 
-__all__ = ["LINK_TOKENS", "PlainChain"]
+__all__ = ["LINK_TOKENS", "PlainChain", "prefix_root"]
 
 LINK_TOKENS = 16
 """Tokens of a link: boundaries are multiples of it."""
 
 _ROOT = b"kvstore prefix v1\0"
+
+
+def prefix_root(cache_salt: str | None) -> bytes:
+    """What the first link of a prompt's chain stands on; an adapter's digest comes behind it."""
+    salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
+    return _ROOT + len(salt).to_bytes(4, "little") + salt
 
 
 class PlainChain:
@@ -27,8 +33,7 @@ class PlainChain:
     """
 
     def __init__(self, cache_salt: str | None = None) -> None:
-        salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
-        self._link = hashlib.sha256(_ROOT + len(salt).to_bytes(4, "little") + salt).digest()
+        self._link = hashlib.sha256(prefix_root(cache_salt)).digest()
         self._tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> list[Boundary]:

@@ -9,7 +9,7 @@ from kvstore.catalog.base import BoundaryEntry, Catalog, Tombstone
 from kvstore.catalog.entry import Level
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.manifests import Manifests
 from kvstore.store.reasons import LEFT
@@ -109,7 +109,7 @@ class AbsenceFinder:
             await self._catalog.register(other, its.layout(), its.tenant, deadline=deadline)
             if await self._catalog.get(other, prefix, deadline=deadline) is None:
                 continue
-            fields = description.differences(its)
+            fields = field_differences(description.fields, its.fields)
             if nearest is None or len(fields) < len(nearest[1]):
                 nearest = other, fields
         if nearest is None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 
 from kvstore.api import Outcome
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -16,8 +17,8 @@ from kvstore.store.reasons import REASONS, UNKNOWN
 
 __all__ = ["Explainer"]
 
-_KEPT = 4096
-"""Outcomes, some 4 MiB: the latest ones."""
+_KEPT = 2048
+"""Outcomes of each tenant, the latest ones: nobody's requests push out another's."""
 
 _LISTED = 100
 
@@ -28,6 +29,7 @@ _TOLD_WITHIN_S = 5
 class _Told:
     outcome: Outcome
     at_ms: int
+    number: int  # in the order of telling
 
 
 class Explainer:
@@ -41,21 +43,27 @@ class Explainer:
     def __init__(self, absence: AbsenceFinder | None, clock: Clock) -> None:
         self._absence = absence
         self._clock = clock
-        self._told: OrderedDict[tuple[str, str], _Told] = OrderedDict()
+        self._told: dict[str, OrderedDict[str, _Told]] = {}  # by tenant, by request
+        self._numbers = count()
 
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place."""
-        key = (outcome.tenant, outcome.request)
-        self._told.pop(key, None)
-        self._told[key] = _Told(outcome, self._clock.wall_ms())
-        if len(self._told) > _KEPT:
-            self._told.popitem(last=False)
+        told = self._told.setdefault(outcome.tenant, OrderedDict())
+        told.pop(outcome.request, None)
+        told[outcome.request] = _Told(outcome, self._clock.wall_ms(), next(self._numbers))
+        if len(told) > _KEPT:
+            told.popitem(last=False)
+
+    def _latest(self, tenant: str | None) -> list[_Told]:
+        """What was told of a tenant's requests, or of everybody's, newest first."""
+        tenants = self._told if tenant is None else (tenant,)
+        told = [one for name in tenants for one in self._told.get(name, {}).values()]
+        return sorted(told, key=lambda one: -one.number)
 
     async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
         """As `PageStore.explain`."""
         if not request:
-            latest = [told for told in reversed(self._told.values()) if tenant in (None, told.outcome.tenant)]
-            return {"requests": [_summary(told) for told in latest[:_LISTED]]}
+            return {"requests": [_summary(told) for told in self._latest(tenant)[:_LISTED]]}
         told = self._find(request, tenant)
         outcome = told.outcome
         found = Absence(outcome.reason)
@@ -78,7 +86,7 @@ class Explainer:
         }
 
     def _find(self, request: str, tenant: str | None) -> _Told:
-        mine = [told for told in self._told.values() if tenant in (None, told.outcome.tenant)]
+        mine = self._latest(tenant)
         exact = [told for told in mine if told.outcome.request == request]
         found = exact or [told for told in mine if told.outcome.request.startswith(request)]
         if not found:
@@ -112,14 +120,13 @@ class Explainer:
         mine = told.outcome
         if not mine.content:
             return None
-        for other in reversed(self._told.values()):
+        for other in self._latest(tenant):
             its = other.outcome
-            if its is mine or its.content != mine.content or other.at_ms > told.at_ms:
+            if other.number >= told.number or its.content != mine.content:
                 continue
             if its.tenant != mine.tenant:
-                if tenant is None:
-                    return Absence("other_tenant", {"other_request": its.request, "other_tenant": its.tenant})
-            elif its.first != mine.first:
+                return Absence("other_tenant", {"other_request": its.request, "other_tenant": its.tenant})
+            if its.first != mine.first:
                 return Absence("other_salt", {"other_request": its.request})
         return None
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-_TEXT_MAX = 512
+_TEXT_MAX = 256
 _DETAILS_MAX = 16
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
 

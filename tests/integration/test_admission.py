@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvstore.api import Ack, SaveOutcome
 from kvstore.compose import open_store, open_tier
 from kvstore.eviction.trace import read_trace
 from kvstore.format.record import Record
+from kvstore.model.keys import Boundary
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.settings import Settings, load_settings
@@ -29,16 +31,19 @@ LAYOUT = Layout(16, (GroupLayout(FullAttention(), 1),))
 """A record for each page, and a page for each block of the trace."""
 
 
+@dataclass(frozen=True)
 class Conversation(Prompt):
     """A prompt of the trace: its boundaries are named by the blocks that end there."""
 
-    def __init__(self, blocks: Sequence[int]) -> None:
-        super().__init__(LAYOUT, "conversation", LAYOUT.page_tokens * len(blocks), payload_bytes=400)
-        object.__setattr__(self, "blocks", blocks)
+    blocks: tuple[int, ...] = ()
 
-    def boundary(self, tokens: int):  # type: ignore[no-untyped-def]
-        named = Prompt(LAYOUT, f"block {self.blocks[tokens // LAYOUT.page_tokens - 1]}", tokens)  # type: ignore[attr-defined]
-        return named.boundary(tokens)
+    @classmethod
+    def of(cls, blocks: Sequence[int]) -> Conversation:
+        num_tokens = LAYOUT.page_tokens * len(blocks)
+        return cls(LAYOUT, "conversation", num_tokens, payload_bytes=400, blocks=tuple(blocks))
+
+    def boundary(self, tokens: int) -> Boundary:
+        return Prompt(LAYOUT, f"block {self.blocks[tokens // LAYOUT.page_tokens - 1]}", tokens).boundary(tokens)
 
 
 async def serve(store: TieredStore, prompt: Prompt) -> int:
@@ -71,7 +76,7 @@ def conversations(num_long: int) -> list[Conversation]:
     turns = Counter(prompt.blocks[1] for prompt in traced)
     long = [block for block, count in turns.items() if count > 2][:num_long]
     once = [block for block, count in turns.items() if count == 1][: 2 * num_long]
-    return [Conversation(prompt.blocks) for prompt in traced if prompt.blocks[1] in {*long, *once}]
+    return [Conversation.of(prompt.blocks) for prompt in traced if prompt.blocks[1] in {*long, *once}]
 
 
 @pytest.mark.parametrize("num_long", [4, pytest.param(100, marks=pytest.mark.full)])
@@ -90,8 +95,8 @@ async def test_a_directory_gets_what_comes_again(tmp_path: Path, num_long: int) 
     seen: set[int] = set()
     again: set[int] = set()
     for prompt in prompts:
-        again |= seen.intersection(prompt.blocks)  # type: ignore[attr-defined]
-        seen.update(prompt.blocks)  # type: ignore[attr-defined]
+        again |= seen.intersection(prompt.blocks)
+        seen.update(prompt.blocks)
     assert hit_tokens == all_tokens > 0
     assert (all_records, num_records) == (len(seen), len(again))
     assert 0 < num_records < 0.5 * all_records

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from connector.identity import describe_namespace
 from connector.scheduler.side import PromptFacts, SchedulerSide
 from connector.settings import ConnectorSettings
-from kvstore.api import Deadline, Outcome
+from kvstore.api import Ack, Deadline, Outcome
 from kvstore.catalog.redis import RedisCatalog
 from kvstore.catalog.redis_reconcile import Reconciler
 from kvstore.client import connect
@@ -29,6 +29,7 @@ from kvstore.service.credentials import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
@@ -334,3 +335,38 @@ async def test_tenants_see_their_own(tmp_path: Path) -> None:
         assert [one["request"] for one in everything["requests"]] == ["of blue", "of red"]
         told: Any = await client(None).explain("of blue", deadline=soon())
         assert (told["reason"], told["detail"]["other_tenant"]) == ("other_tenant", "red")
+
+
+async def test_a_group_that_was_not_stored(tmp_path: Path) -> None:
+    """Pages of attention alone, as an engine leaves them that died before it saved the state: the group is named."""
+    prompt = Prompt(HYBRID, "a", 128)
+    async with open_store(directory(tmp_path)) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            if record.key.group == 0:
+                await store.save(record, ack=Ack.COLD, deadline=soon())
+        found = await store.lookup(prompt.query(), deadline=soon())
+        at_page = [boundary.tokens for boundary in prompt.query().boundaries].index(64)
+        assert (found.resume_tokens, found.groups_present[at_page]) == (0, 0b01)
+        store.tell(
+            Outcome("a", prompt.namespace, 128, 112, 0, 0, "nothing_stored", stop=prompt.boundary(64), groups=0b01)
+        )
+        told: Any = await store.explain("a", deadline=soon())
+    assert (told["reason"], told["detail"]["groups_missing"]) == ("group_incomplete", "1 (recurrent)")
+
+
+async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
+    """However many a tenant has: each has so many kept, and an operator sees both, newest first."""
+    store = TieredStore(MemoryTier(8 << 20))
+    try:
+        for number in range(5000):
+            store.tell(Outcome(f"red {number}", None, 100, 0, 0, 0, "mode", tenant="red"))
+            if number == 100:
+                store.tell(Outcome("blue", None, 100, 0, 0, 0, "mode", tenant="blue"))
+        assert (await store.explain("blue", deadline=soon(), tenant="blue"))["request"] == "blue"
+        with pytest.raises(InvalidRequest, match="no such request"):
+            await store.explain("red 100", deadline=soon(), tenant="red")
+        everything: Any = await store.explain("", deadline=soon(), tenant=None)
+        assert [one["request"] for one in everything["requests"][:2]] == ["red 4999", "red 4998"]
+    finally:
+        await store.aclose()

@@ -190,8 +190,8 @@ def test_an_outcome_takes_no_more_room_than_it_may() -> None:
     message = convert.outcome_message(Outcome("a" * 9999, None, 10, 0, 0, 0))
     detail = {f"{number}": "b" * 9999 for number in range(99)} | {"0": ["no plain value"]}
     kept = convert.parse_outcome(replace(message, detail=detail, reason="c" * 9999))
-    assert (len(kept.request), len(kept.reason), len(kept.detail)) == (512, 512, 15)
-    assert {len(str(value)) for value in kept.detail.values()} == {512}
+    assert (len(kept.request), len(kept.reason), len(kept.detail)) == (256, 256, 15)
+    assert {len(str(value)) for value in kept.detail.values()} == {256}
 
 
 def test_what_did_not_answer_a_lookup_comes_back() -> None:
