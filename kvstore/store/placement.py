@@ -21,6 +21,7 @@ from kvstore.model.spans import cell_of
 from kvstore.store.slices import Probe, SliceMap, groups_present
 
 __all__ = [
+    "UNKNOWN_BYTES",
     "Presence",
     "Probe",
     "SliceMap",
@@ -32,6 +33,9 @@ __all__ = [
     "page_probes",
     "spread",
 ]
+
+UNKNOWN_BYTES = 4 << 20
+"""Taken for a record whose size no tier told: encoded records aim at 2 to 4 MiB."""
 
 
 @dataclass(slots=True)

@@ -22,15 +22,12 @@ from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import affordable_resume, check_header
 from kvstore.store.fetch_gate import FetchGate
 from kvstore.store.limits import StoreLimits
-from kvstore.store.placement import Presence, Probe
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe
 from kvstore.store.stage_run import Holding, StageRun, Wanted
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
 __all__ = ["Promotion"]
-
-_UNKNOWN_BYTES = 4 << 20
-"""Taken for a record whose size no tier told: encoded records aim at 2 to 4 MiB."""
 
 _REPLANS_MAX = 64
 """Each new plan drops at least one record that turned out to be missing, so this bounds how ragged a prefix may be."""
@@ -136,7 +133,7 @@ class Promotion:
         """
         query, layout = presence.query, presence.layout
         group_bytes = [
-            group.num_slices * (presence.mean_bytes(index, _UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
+            group.num_slices * (presence.mean_bytes(index, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
             for index, group in enumerate(layout.groups)
         ]
         free_bytes = self._limits.stage_bytes - self._memory.pinned_bytes + run.pinned_bytes
@@ -153,7 +150,7 @@ class Promotion:
             layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens
         ):
             probe = (index_of[needed.tokens], needed.group)
-            size_bytes = presence.mean_bytes(needed.group, _UNKNOWN_BYTES)
+            size_bytes = presence.mean_bytes(needed.group, UNKNOWN_BYTES)
             for slice_, key in enumerate(presence.keys(probe)):
                 useful.add(key)
                 if key not in run.pins:

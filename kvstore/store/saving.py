@@ -23,7 +23,7 @@ from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.finisher import Finisher
 from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
-from kvstore.store.placement import Presence
+from kvstore.store.placement import UNKNOWN_BYTES, Presence
 from kvstore.store.recorder import Recorder
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
@@ -35,8 +35,6 @@ __all__ = ["Saver"]
 _GIVE_BACK_S = 2.0
 _BROUGHT_TOGETHER = 16
 """Boundaries that are queued before others get a turn."""
-_UNKNOWN_BYTES = 4 << 20
-"""Taken for a record whose size no tier told: encoded records aim at 2 to 4 MiB."""
 
 
 class Saver:
@@ -185,7 +183,7 @@ class Saver:
                 probe = (index, group)
                 missing = ~presence.cold.get(probe, 0)
                 in_hot, held = presence.hot.get(probe, 0), presence.memory.get(probe, 0)
-                num_bytes = presence.mean_bytes(group, _UNKNOWN_BYTES)
+                num_bytes = presence.mean_bytes(group, UNKNOWN_BYTES)
                 wanted += [
                     (key, num_bytes, bool(in_hot >> slice_ & 1))
                     for slice_, key in enumerate(presence.keys(probe))

@@ -56,9 +56,8 @@ class Reading:
         self.error: ErrorReply | None = None
         self._sum = RunningChecksum()
         self._skip = 0  # of what comes: of the header, which has a checksum of its own
-        self._first: memoryview | None = (
-            None  # the first answer, where it has to be seen before there is a place for it
-        )
+        # the first answer, where it has to be seen before there is a place for it
+        self._first: memoryview | None = None
         self._is_first = True
         self._is_incomplete = False
         self._parts = deque([Part(self.name, 0, PART_BYTES - 1, 0, PART_BYTES)])
