@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_ruff_format() -> None:
 def test_mypy() -> None:
     """The type checker, strict, finds nothing in `kvstore`."""
     _tool("mypy")
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """Folders of tests are no packages: pytest ends the whole run where two files share a name."""
+    counts = Counter(path.name for path in files("tests") if path.name.startswith("test_"))
+    assert {name: count for name, count in counts.items() if count > 1} == {}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
