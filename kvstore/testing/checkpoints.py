@@ -252,7 +252,7 @@ def _write(checkpoint: Checkpoint, folder: Path) -> None:
     (folder / "config.json").write_text(text)
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):  # every weight is drawn below, so the architecture's own drawing would be lost work
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator().manual_seed(_SEED)
