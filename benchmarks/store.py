@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _redis(plan: Plan, listener: Listener) -> list[Row]:
-    """Our tier in turn with raw gets from the same Redis, then redis-py."""
+    """Our tier in turn with raw gets from the same Redis, and the peer's where that is installed; then redis-py."""
     listener.preparing("redis: starting it")
     with temporary_folder() as folder, tcp_peer(folder) as peer, redis_server() as server:
 
@@ -83,6 +83,7 @@ def _redis(plan: Plan, listener: Listener) -> list[Row]:
             from redis.asyncio import Redis
             from redis.exceptions import RedisError
 
+            from benchmarks.lmcache_redis import open_lmcache
             from benchmarks.raw_redis import RawGets
             from kvstore.tiers.redis import RedisTier
             from kvstore.tiers.redis.stripes import PART_BYTES
@@ -93,10 +94,12 @@ def _redis(plan: Plan, listener: Listener) -> list[Row]:
                 RawGets(tier, server.port, _NUM_RANGED_CONNECTIONS, PART_BYTES),
             ]
             store = TierStore(tier, _NUM_CONNECTIONS)
+            lmcache = open_lmcache(server.port, _NUM_CONNECTIONS)
+            peers = [lmcache] if lmcache is not None else []
             try:
-                rows = _beside_raw(await store_rows(store, peer, plan, listener, raws))
+                rows = _beside_raw(await store_rows(store, peer, plan, listener, [*raws, *peers]))
             finally:
-                for closing in (*raws, store):
+                for closing in (*raws, *peers, store):
                     await closing.aclose()
             try:
                 async with Redis.from_url(server.url, socket_timeout=_REDISPY_S) as other:
