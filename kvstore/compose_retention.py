@@ -89,7 +89,9 @@ async def open_retention(
         ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
         is_private=is_alone,
     )
-    room = Room(budget_bytes, int(budget_bytes * start), clock) if budget_bytes is not None else None
+    room = None
+    if budget_bytes is not None:
+        room = Room(budget_bytes, int(budget_bytes * start), clock, is_shared=not is_alone)
     admission = _admission(settings, recorder, cold, meters, clock, is_bounded=budget_bytes is not None)
     choice = _choice(settings, admission)
     retention = Retention(

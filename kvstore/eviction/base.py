@@ -8,6 +8,7 @@ from itertools import count
 from typing import ClassVar
 
 from kvstore.eviction.prefixes import Node
+from kvstore.runtime.collector import let_go
 from kvstore.runtime.split_dict import SplitDict
 
 __all__ = ["FreeNodes", "Policy"]
@@ -45,6 +46,10 @@ class Policy(ABC):
     def victim(self) -> Node | None:
         """The boundary to evict next, which is then forgotten here; `None`: nothing is free."""
 
+    @abstractmethod
+    def let_go(self) -> None:
+        """Forget all, piece by piece, so that other threads go on meanwhile; of no use afterwards."""
+
 
 class FreeNodes:
     """The free boundaries of one queue, lowest rank first; of equal ranks, whichever was put there first.
@@ -73,6 +78,10 @@ class FreeNodes:
                 return node
         return None
 
+    def let_go(self) -> None:
+        """Forget all, piece by piece."""
+        let_go(self._heap)
+
     def _is_current(self, rank: float, node: Node) -> bool:
         return node.is_held and node.num_holds == 0 and node.rank == rank and node.queue == self._queue
 
@@ -87,5 +96,6 @@ class FreeNodes:
         kept: list[tuple[float, int, Node]] = []
         for entry in first.values():  # not in one step, for which all other threads would stop
             heapq.heappush(kept, entry)
-        self._heap = kept
+        outdated, self._heap = self._heap, kept
+        let_go(outdated, first)
         self._compact_at = 2 * len(kept) + _SLACK

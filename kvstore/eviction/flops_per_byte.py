@@ -67,6 +67,9 @@ class FlopsPerByte(Policy):
             self._level = max(self._level, node.rank)
         return node
 
+    def let_go(self) -> None:
+        self._free.let_go()
+
     def _rank(self, node: Node) -> None:
         saved = self._cost.span(node.tokens - node.span_tokens, node.tokens)
         node.rank = self._level + saved * (1 + node.num_uses) / max(1, node.num_bytes)

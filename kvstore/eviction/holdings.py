@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.eviction.base import Policy
 from kvstore.eviction.prefixes import Key, Node
+from kvstore.runtime.collector import let_go
 
 __all__ = ["Holdings", "Pool", "Quota"]
 
@@ -81,8 +82,9 @@ class Holdings:
 
     def let_go(self) -> None:
         """Forget all, piece by piece, so that other threads go on meanwhile; of no use afterwards."""
-        while self._nodes:
-            self._nodes.popitem()
+        for pool in self._pools.values():
+            pool.policy.let_go()
+        let_go(self._nodes)
 
     def get(self, key: Key) -> Node | None:
         return self._nodes.get(key)

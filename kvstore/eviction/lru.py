@@ -38,3 +38,6 @@ class Lru(Policy):
 
     def victim(self) -> Node | None:
         return self._free.pop()
+
+    def let_go(self) -> None:
+        self._free.let_go()

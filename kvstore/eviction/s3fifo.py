@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from kvstore.eviction.base import FreeNodes, Policy
 from kvstore.eviction.prefixes import Key, Node
+from kvstore.runtime.collector import let_go
 
 __all__ = ["S3Fifo"]
 
@@ -78,6 +79,11 @@ class S3Fifo(Policy):
                 return node
             self._bytes[node.queue] -= node.num_bytes
             self._enqueue(node, _MAIN)
+
+    def let_go(self) -> None:
+        for queue in self._queues:
+            queue.let_go()
+        let_go(self._uses, self._ghosts)
 
     def _enqueue(self, node: Node, queue: int) -> None:
         node.queue = queue

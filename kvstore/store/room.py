@@ -22,10 +22,17 @@ _EARLIER_FIRST, _EARLIER_MAX = 1 / 64, 1 / 8
 """Of the budget: how much earlier eviction is asked for after somebody had to wait, and at most."""
 _EARLIER_KEPT = 15 / 16
 """Of that, after a round in which nobody had to."""
+_PRESUMED_S_MAX = 2.0
+"""For so long after a look others are presumed to write on as they did before it."""
+_RATE_KEPT = 0.5
+"""Of the rate at which others wrote, at each look that sees less."""
 
 
 class Room:
     """Counts what a level holds between two looks at its totals, and lets nothing be written beyond its budget.
+
+    What others have written since the last look is presumed, from what they wrote before it: a put for which it would
+    be too much has the totals read again.
 
     Eviction is asked for when the level is nearly full, and earlier where writers had to wait for it nevertheless, so
     that waiting is rare. Whoever evicts says when nothing can leave (all is pinned): then a put that does not fit is
@@ -35,9 +42,10 @@ class Room:
         budget_bytes: What the level may hold, in the unit of `settle`.
         start_bytes: Above it, eviction is asked for, at the latest.
         clock: For what is recent.
+        is_shared: Whether others write to the level too.
     """
 
-    def __init__(self, budget_bytes: int, start_bytes: int, clock: Clock) -> None:
+    def __init__(self, budget_bytes: int, start_bytes: int, clock: Clock, *, is_shared: bool = False) -> None:
         self.budget_bytes = budget_bytes
         self.ended_bytes = 0
         """Of all puts that have stored something so far: what ended while totals were read may not be in them."""
@@ -48,6 +56,9 @@ class Room:
         self._in_flight_bytes = 0
         self._waiting_bytes = 0
         self._clock = clock
+        self._is_shared = is_shared
+        self._settled_s = clock.monotonic_s()
+        self._others_rate = 0.0  # bytes a second
         self._writing: Counter[bytes] = Counter()
         self._recent: OrderedDict[bytes, float] = OrderedDict()
         self._is_suspended = True
@@ -58,7 +69,7 @@ class Room:
     @property
     def used_bytes(self) -> int:
         """What is held and under way, as far as is known here."""
-        return self._used_bytes + self._in_flight_bytes
+        return self._used_bytes + self._in_flight_bytes + self._presumed_bytes
 
     @property
     def start_bytes(self) -> int:
@@ -70,8 +81,20 @@ class Room:
         """What is being written, or waits to be."""
         return self._in_flight_bytes + self._waiting_bytes
 
+    @property
+    def _presumed_bytes(self) -> int:
+        """What others have written since the last look, if they went on as before it."""
+        if not self._others_rate:
+            return 0
+        return int(self._others_rate * min(self._clock.monotonic_s() - self._settled_s, _PRESUMED_S_MAX))
+
     def settle(self, used_bytes: int) -> None:
         """The level's totals were read just now."""
+        now_s = self._clock.monotonic_s()
+        if self._is_shared and not self._is_suspended and now_s > self._settled_s:
+            rate = (used_bytes - self._used_bytes) / (now_s - self._settled_s)
+            self._others_rate = max(rate, _RATE_KEPT * self._others_rate, 0.0)
+        self._settled_s = now_s
         self._used_bytes = used_bytes
         self._is_suspended = False
         self._freed.set()
@@ -99,6 +122,7 @@ class Room:
     def suspend(self) -> None:
         """The books cannot be read: everything is let in."""
         self._is_suspended = True
+        self._others_rate = 0.0
         self._freed.set()
 
     def boundaries_in_flight(self) -> Set[bytes]:

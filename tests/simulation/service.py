@@ -129,7 +129,7 @@ class Service:
         choice, room = AutoChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)
-            room = Room(budget_bytes, int(budget_bytes * start), clock)
+            room = Room(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
             retention = Retention(
                 cold,
                 Level.COLD,

@@ -18,6 +18,19 @@ def soon() -> Deadline:
     return Deadline.after(10.0)
 
 
+class HandClock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return int(self.now_s * 1000)
+
+
 @pytest.fixture
 def room() -> Room:
     return Room(100, 90, SYSTEM_CLOCK)
@@ -126,3 +139,37 @@ async def test_what_was_asked_for_and_served_is_not_asked_for_again(room: Room) 
     assert not asking.done()
     assert await room.take(OTHER, 50, soon())
     await asking
+
+
+async def test_others_are_presumed_to_write_on() -> None:
+    """What they wrote before the last look counts on from there, until the next look says what it was."""
+    clock = HandClock()
+    room = Room(1000, 900, clock, is_shared=True)
+    room.settle(100)
+    assert await room.take(KEY, 50, soon())
+    room.end(KEY, 50, is_stored=True)
+    assert room.used_bytes == 150
+    clock.now_s += 1
+    room.settle(550)  # 400 of it are others'
+    assert room.used_bytes == 550
+    clock.now_s += 1
+    assert room.used_bytes == 950
+    waiting = asyncio.ensure_future(room.take(KEY, 100, soon()))
+    await room.wanted(60.0)
+    assert not waiting.done()
+    room.settle(600)  # they wrote less
+    assert await waiting and room.used_bytes == 700
+    clock.now_s += 0.5
+    assert room.used_bytes == 700 + 100
+    room.suspend()
+    assert room.used_bytes == 700
+
+
+async def test_alone_nothing_is_presumed() -> None:
+    """A directory's whole blocks are no other writer."""
+    clock = HandClock()
+    room = Room(1000, 900, clock)
+    for used_bytes in (100, 500):
+        room.settle(used_bytes)
+        clock.now_s += 1
+    assert room.used_bytes == 500
