@@ -144,6 +144,8 @@ class Settings(BaseSettings):
         tls_ca_file: Authorities that verbs believe when they ask a `tls://` service; else the system's.
         credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`: whoever
             shows that token is that tenant, and tenants share nothing. Read again when it changes.
+        encryption_keys: A file with the keys that records are encrypted with before they are stored (see
+            docs/encryption.md), or `command:` and what prints such a file. Read again when it changes.
         memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
         disk_bytes: Directory tier; by default a tenth of what is free there at start. Without a Redis whole boundaries
             leave, ends of prefixes first; else, and while the catalog is made anew, the oldest records.
@@ -200,6 +202,7 @@ class Settings(BaseSettings):
     tls_client_ca_file: Path | None = None
     tls_ca_file: Path | None = None
     credentials_file: Path | None = None
+    encryption_keys: Annotated[str, Field(min_length=1)] | None = None
     memory_bytes: Bytes = Field(default_factory=_tenth_of_ram)
     disk_bytes: Bytes | None = None
     hot: Annotated[HotLocation, BeforeValidator(_hot)] = NoTier()

@@ -119,7 +119,7 @@ class RemoteStore(PageStore):
                 raise Unavailable("the record is no longer there: its lease has ended", key=key)
         if payload is None:
             raise CorruptRecord("the service answered a load without a record", key=key)
-        return read_record(payload, key)
+        return _plain(read_record(payload, key))
 
     async def save(
         self,
@@ -219,6 +219,17 @@ class RemoteStore(PageStore):
         for description in list(self._namespaces.values()):
             await _open_namespace(connection, description, deadline)
         await self._shared.follow(connection)
+
+
+def _plain(record: Record) -> Record:
+    """Refuse what no reader here could decode: a service gives out plain records.
+
+    Raises:
+        CorruptRecord: It is encrypted.
+    """
+    if record.header.key_id:
+        raise CorruptRecord("the service answered a load with an encrypted record", key=record.key)
+    return record
 
 
 async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:

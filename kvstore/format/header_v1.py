@@ -93,16 +93,14 @@ class HeaderV1:
 
         Raises:
             CorruptRecord: Too short, wrong magic, wrong checksum, or a field that no writer of v1 produces.
-            UnsupportedFormat: An intact header of another version, or of an encrypted record: this release has no keys.
+            UnsupportedFormat: An intact header of another version.
         """
         head = _intact_head(data)
         (
             _, _, _, _, payload_checksum, namespace, prefix, group, slice_, kind, flags, codec_chain,
             start, stop, decoded_bytes, payload_bytes, created_ms, key_id, nonce, tag, reserved,
         ) = _FIELDS.unpack(head)  # fmt: skip
-        if key_id != 0:
-            raise UnsupportedFormat("record is encrypted, and this release has no keys", key_id=key_id)
-        if any(nonce) or any(tag):
+        if key_id == 0 and (any(nonce) or any(tag)):
             raise CorruptRecord("nonce or tag of a record that is not encrypted is not zero")
         if reserved != _RESERVED or flags != 0:
             raise CorruptRecord("reserved bytes of the header are not zero", flags=flags)

@@ -129,6 +129,8 @@ class Answers:
             expected = [level.value for level in Ack]
             raise InvalidRequest("unknown level", field="save.ack", expected=expected, seen=request.ack) from error
         record = read_record(payload)
+        if record.header.key_id:
+            raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
         self._check_owner(tenant, record.key.namespace)
         # a hint: one that this release does not know does not cost the record
         retention = Retention.SHORT if request.retention == Retention.SHORT.value else Retention.NORMAL

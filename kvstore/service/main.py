@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.client.embedded import default_directory, private_socket_path
-from kvstore.compose import open_store
+from kvstore.compose_encryption import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.credentials import CredentialsFile
@@ -39,7 +39,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
     check_admin_listen(settings.admin_listen, credentials)
     run_service(
-        open_store(settings),
+        open_served_store(settings),
         [settings.listen],
         token=token,
         credentials=credentials,

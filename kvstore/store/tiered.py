@@ -33,6 +33,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
 from kvstore.store.operations import StoreOperations
+from kvstore.store.placement import Presence
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
 from kvstore.store.promotion import Promotion
@@ -157,6 +158,11 @@ class TieredStore(PageStore):
         self._closed = False
 
     @property
+    def slower(self) -> tuple[Tier, ...]:
+        """The tiers below memory, the quickest first."""
+        return self._slower
+
+    @property
     def arena(self) -> Arena | None:
         return self._memory.arena
 
@@ -174,19 +180,32 @@ class TieredStore(PageStore):
         self._manifests.open(namespace, pack_manifest(description))
         return namespace
 
-    async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+    async def lookup(self, query: PrefixQuery, *, deadline: Deadline, learns: bool = True) -> Lookup:
+        """As `PageStore.lookup`.
+
+        Args:
+            learns: The catalog may be told that each boundary's parent is the one before it.
+        """
         layout = self._layout(query.namespace)
-        if self._recorder is not None:
+        if self._recorder is not None and learns:
             self._recorder.learn(query, layout)
         if self._choice is not None:
             self._choice.observe(query, layout)
         presence = await self._finder.find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.bring(presence, lacking)
+        found = self._found(presence)
+        self.meters.add("lookups")
+        self.meters.add("lookup_hits", found.resume_tokens > query.local_tokens)
+        return found
+
+    async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        """As `lookup`, for whoever asks before the lookup itself: nothing is counted, learnt or brought anywhere."""
+        return self._found(await self._finder.find(query, self._layout(query.namespace), _leave_time(deadline)))
+
+    def _found(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()
         resume_tokens = presence.resume_tokens(bits)
-        self.meters.add("lookups")
-        self.meters.add("lookup_hits", resume_tokens > query.local_tokens)
         offers = offers_of(presence, resume_tokens, self._tier_names, bits)
         return Lookup(resume_tokens, tuple(bits), offers, tuple(sorted(presence.silent)))
 

@@ -30,6 +30,7 @@ HOMES = {
         *("connector/surface.py", "connector/stats.py", "connector/kv_events.py", "connector/plugin.py"),
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
     ),
+    "cryptography": ("kvstore/format/encrypted.py", "benchmarks/"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn"), ("kvstore/service/admin/", "demo/")),
     "transformers": ("kvstore/testing/checkpoints.py",),
     "torch": (
@@ -105,7 +106,7 @@ import asyncio, sys
 
 class Blocked:
     names = {"redis", "hiredis", "aioboto3", "aiobotocore", "boto3", "botocore", "moto"}
-    names |= {"fastapi", "starlette", "uvicorn"}
+    names |= {"fastapi", "starlette", "uvicorn", "cryptography"}
     names |= {"torch", "vllm", "transformers", "numba", "llvmlite"}
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in self.names:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.codec import PLANES2, PLANES4, RAW, ZSTD, encode, max_payload_bytes
+from kvstore.format.encrypted import ENCRYPTION_BYTES, TenantKey, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.key_ids import pack_key_ids
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import PrefixHash, RecordKey
@@ -119,9 +121,24 @@ CASES = (
 )
 
 
+ENCRYPTED = "page-planes2-encrypted"
+"""The case `page-planes2` under `KEY`."""
+KEY = TenantKey(7, noise("golden secret", 32), DESCRIPTION.tenant)
+KEY_IDS = "key-ids-v1.kvk"
+
+
+def encrypted() -> Record:
+    """The record of `ENCRYPTED`; of two equal inputs and nonces one record is made."""
+    plain = next(case for case in CASES if case.name == "page-planes2").seal()
+    target = bytearray(plain.num_bytes + ENCRYPTION_BYTES)
+    return encrypt_record(plain, KEY, target, nonce=noise("golden nonce", 12))
+
+
 def main() -> None:
     files = {f"{case.name}.kvr": bytes(case.seal().data) for case in CASES}
     files[MANIFEST] = pack_manifest(DESCRIPTION)
+    files[f"{ENCRYPTED}.kvr"] = bytes(encrypted().data)
+    files[KEY_IDS] = pack_key_ids({KEY.key_id: KEY.check})
     for name, data in files.items():
         path = FOLDER / name
         if path.exists():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from make_golden import CASES, DESCRIPTION, FOLDER, MANIFEST, Case
+from make_golden import CASES, DESCRIPTION, ENCRYPTED, FOLDER, KEY, KEY_IDS, MANIFEST, Case
 
 from kvstore.codec import RAW, decode_into
+from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record
+from kvstore.format.key_ids import pack_key_ids, parse_key_ids
 from kvstore.format.manifest import pack_manifest, parse_manifest
 from kvstore.format.record import open_record
 from kvstore.model.layout import Layout
@@ -51,8 +53,29 @@ def test_golden_manifest_is_read_and_written_as_it_is() -> None:
     assert pack_manifest(DESCRIPTION) == data
 
 
+def test_golden_encrypted_record_decrypts_to_the_plain_one() -> None:
+    """A record that the first release with keys encrypted is found under its keyed name, opened without the key, and
+    decrypted with it to the very bytes of the plain golden record.
+    """
+    plain = next(case for case in CASES if case.name == "page-planes2")
+    stored = open_record((FOLDER / f"{ENCRYPTED}.kvr").read_bytes(), expected=KEY.named(plain.key))
+    assert stored.header.key_id == KEY.key_id
+    opened = decrypt_record(stored, KEY, bytearray(stored.num_bytes - ENCRYPTION_BYTES), plain.key.prefix)
+    assert bytes(opened.data) == kept(plain)
+
+
+def test_golden_note_of_key_ids_is_read_and_written_as_it_is() -> None:
+    """What the first release with keys noted is understood, and noted in the same bytes today."""
+    data = (FOLDER / KEY_IDS).read_bytes()
+    assert parse_key_ids(data) == {KEY.key_id: KEY.check}
+    assert pack_key_ids({KEY.key_id: KEY.check}) == data
+
+
 def test_every_golden_file_is_tested() -> None:
     """No golden file lies about without a case, and every chain and kind has one."""
-    assert {path.name for path in FOLDER.glob("*.kv*")} == {MANIFEST, *(f"{case.name}.kvr" for case in CASES)}
+    assert {path.name for path in FOLDER.glob("*.kv*")} == {
+        *(MANIFEST, KEY_IDS, f"{ENCRYPTED}.kvr"),
+        *(f"{case.name}.kvr" for case in CASES),
+    }
     assert {case.chain for case in CASES} == {0, 1, 2, 3}
     assert {case.kind.name for case in CASES} == {"PAGE", "TAIL", "STATE"}

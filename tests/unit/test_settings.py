@@ -117,6 +117,8 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         {"cold": "redis://host"},
         {"cold": 3},
         {"stall_timeout_ms": "soon"},
+        {"encryption_keys": ""},
+        {"encryption_keys": 7},
     ],
 )
 def test_values_that_do_not_fit_are_refused_by_name(bad: dict[str, object]) -> None:

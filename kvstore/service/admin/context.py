@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,12 +13,17 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
+from kvstore.store.key_ring import Generation
 from kvstore.store.operations import StoreOperations
 
 __all__ = ["AdminContext", "Context"]
 
 _CALL_S = 5.0
 _WALKS_AT_ONCE = 2
+
+
+def _plain_only(tenant: str) -> Sequence[Generation]:
+    return (None,)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class AdminContext:
         catalog: The catalog, over a connection of our own.
         operations: What may be asked on the data loop.
         describe: What the data port tells of itself; safe from any thread.
+        generations: Under which names a tenant's records stand, the current ones first; safe from any thread.
         clock: For deadlines and expiry.
         walks: Turns of those who walk over many entries.
     """
@@ -38,6 +44,7 @@ class AdminContext:
     catalog: CatalogAccess
     operations: StoreOperations
     describe: Callable[[], Mapping[str, object]]
+    generations: Callable[[str], Sequence[Generation]] = _plain_only
     clock: Clock = SYSTEM_CLOCK
     walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
 

@@ -24,6 +24,7 @@ from kvstore.service.admin.memory import held_at
 from kvstore.service.admin.parameters import FROM_WHOLE, NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, namespace_id
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.token_ids import split_token_ids
+from kvstore.store.key_ring import Generation
 from kvstore.store.slices import PackedSlices, SliceMap, groups_present
 
 __all__ = ["router"]
@@ -122,8 +123,8 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
     found = await context.catalog.find(namespace_id(prompt.namespace), grant, deadline=context.soon())
     catalog = await context.catalog.open()
     async with context.walks:
-        boundaries = await _hash(token_ids, prompt.cache_salt)
-        hot, cold = await _read(context, catalog, found, boundaries)
+        hashed = await _hash(token_ids, prompt.cache_salt)
+        boundaries, hot, cold = await _read_named(context, catalog, found, hashed)
         indexes = _worth_a_look(boundaries, found.layout.page_tokens, {*_indexes(hot), *_indexes(cold)})
         prefixes = [boundary.prefix for boundary in boundaries]
         memory: SliceMap = dict(await held_at(context, found, prefixes, indexes))
@@ -155,6 +156,36 @@ async def _hash(token_ids: Sequence[int], cache_salt: str | None) -> list[Bounda
         boundaries += chain.extend(token_ids[start : start + _HASHED_AT_ONCE])
         await asyncio.sleep(0)
     return boundaries
+
+
+async def _read_named(
+    context: AdminContext, catalog: Catalog, namespace: Namespace, boundaries: Sequence[Boundary]
+) -> tuple[Sequence[Boundary], SliceMap, SliceMap]:
+    """The boundaries under the names that their records stand under, and what the catalog has: of each under the first
+    name that has something, the current key's before those of earlier ones.
+    """
+    generations = context.generations(namespace.description.tenant)
+    named = await _named(boundaries, generations[0]) if generations else []
+    hot, cold = await _read(context, catalog, namespace, named)
+    for generation in generations[1:]:
+        others = await _named(boundaries, generation)
+        has_some = {*_indexes(hot), *_indexes(cold)}
+        has_more = {index for held in await _read(context, catalog, namespace, others) for index in _indexes(held)}
+        if chosen := has_more - has_some:
+            named = [others[index] if index in chosen else boundary for index, boundary in enumerate(named)]
+            hot, cold = await _read(context, catalog, namespace, named)
+    return named, hot, cold
+
+
+async def _named(boundaries: Sequence[Boundary], generation: Generation) -> list[Boundary]:
+    if generation is None:
+        return list(boundaries)
+    named = []
+    for start in range(0, len(boundaries), _READ_AT_ONCE):
+        some = boundaries[start : start + _READ_AT_ONCE]
+        named += [Boundary(boundary.tokens, generation.name_of(boundary.prefix)) for boundary in some]
+        await asyncio.sleep(0)
+    return named
 
 
 async def _read(

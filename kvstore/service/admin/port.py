@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.service.credentials import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import Settings
+from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.wire.address import TcpAddress
 
@@ -63,7 +64,7 @@ class Administered:
 
     settings: Settings
     credentials: Credentials | None
-    store: TieredStore
+    store: TieredStore | EncryptedStore
     server: Server
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from dataclasses import replace
 
 import uvicorn
 import uvloop
@@ -16,6 +17,7 @@ from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.port import Administered
+from kvstore.store.encrypted import EncryptedStore
 
 __all__ = ["serve_admin"]
 
@@ -47,6 +49,8 @@ async def _serve(sock: socket.socket, bridge: Bridge, stop: threading.Event, ser
     operations = service.store.operations
     catalog = CatalogAccess(service.settings, bridge, operations)
     context = AdminContext(bridge, catalog, operations, service.server.describe)
+    if isinstance(service.store, EncryptedStore):
+        context = replace(context, generations=service.store.generations)
     config = uvicorn.Config(
         make_app(context, Access(service.credentials)),
         http="h11",

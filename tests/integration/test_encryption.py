@@ -1,0 +1,358 @@
+"""Encryption at rest over real tiers: nothing readable stands anywhere, and a wrong key is a miss and no more."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pytest
+from redis import Redis
+
+from kvstore.api import Ack, SaveOutcome, Staged
+from kvstore.compose_encryption import open_served_store
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.record import HEADER_BYTES, seal
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import load_settings
+from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.keys import write_keys
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.servers import CephRgw, RedisServer
+from kvstore.tiers.base import PutOutcome
+
+RED = Prompt(HYBRID, "red's prompt", 64 * 4 + 16, tenant="red", payload_bytes=3000)
+BLUE = Prompt(ATTENTION, "blue's prompt", 64 * 3, tenant="blue", payload_bytes=3000)
+KEYS = [("red", 1, 1), ("blue", 1, 2)]
+
+
+def soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+@dataclass
+class Place:
+    """Where records are kept, and how to see every byte there.
+
+    Attributes:
+        flags: Settings.
+        contents: Yields (where, name, bytes) of everything.
+    """
+
+    flags: dict[str, str]
+    contents: Callable[[], Iterator[tuple[str, bytes, bytes]]]
+
+
+def directory_place(folder: Path) -> Place:
+    def contents() -> Iterator[tuple[str, bytes, bytes]]:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                yield "file", str(path.relative_to(folder)).encode(), path.read_bytes()
+
+    return Place({"cold": f"file://{folder / 'records'}", "disk_bytes": "1GiB"}, contents)
+
+
+def fleet_place(redis: RedisServer, rgw: CephRgw, bucket: str) -> Place:
+    client = Redis(host=redis.host, port=redis.port)
+    client.flushall()
+    rgw.create_bucket(bucket)
+    s3 = boto3.client(
+        "s3",
+        endpoint_url=rgw.endpoint_url,
+        region_name=rgw.region,
+        aws_access_key_id=rgw.access_key,
+        aws_secret_access_key=rgw.secret_key,
+    )
+
+    def contents() -> Iterator[tuple[str, bytes, bytes]]:
+        for name in client.scan_iter(count=1000):
+            yield f"redis {client.type(name).decode()}", name, client.dump(name) + b"".join(_values(client, name))
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for item in page.get("Contents", []):
+                body = s3.get_object(Bucket=bucket, Key=item["Key"])
+                yield "s3", item["Key"].encode() + repr(body["Metadata"]).encode(), body["Body"].read()
+        client.close()
+
+    cold = f"s3://{bucket}/records?endpoint_url={rgw.endpoint_url}&region={rgw.region}"
+    return Place({"hot": redis.url, "cold": cold}, contents)
+
+
+def _values(client: Redis, name: bytes) -> Iterator[bytes]:
+    """All that stands in a key, uncompressed as the server's dump need not be."""
+    match client.type(name).decode():
+        case "string":
+            yield client.get(name)
+        case "hash":
+            for field, value in client.hgetall(name).items():
+                yield field + b"=" + value
+        case "set":
+            yield from client.smembers(name)
+        case "zset":
+            yield from (member for member, _ in client.zrange(name, 0, -1, withscores=True))
+        case "list":
+            yield from client.lrange(name, 0, -1)
+        case "stream":
+            yield repr(client.xrange(name)).encode()
+        case other:
+            raise AssertionError(f"a kind of key that this test does not know: {other}")
+
+
+@pytest.fixture(params=["directory", pytest.param("redis and s3", marks=pytest.mark.servers)])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "directory":
+        return directory_place(tmp_path / "store")
+    redis, rgw = request.getfixturevalue("shared_redis"), request.getfixturevalue("shared_rgw")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", rgw.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", rgw.secret_key)
+    return fleet_place(redis, rgw, f"encryption-{secrets.token_hex(4)}")
+
+
+@asynccontextmanager
+async def opened(place: Place, keys: Path | None) -> AsyncIterator[EncryptedStore | TieredStore]:
+    own = {"memory_bytes": "64MiB", "encryption_keys": str(keys) if keys is not None else None}
+    async with open_served_store(load_settings({**place.flags, **own})) as store:
+        yield store
+
+
+async def save(store: EncryptedStore | TieredStore, prompt: Prompt, outcome: SaveOutcome = SaveOutcome.STORED) -> None:
+    """All records, at every tier, after a lookup as an engine makes it: the catalog learns parents."""
+    await store.open_namespace(prompt.description, deadline=soon())
+    await store.lookup(prompt.query(), deadline=soon())
+    for record in prompt.records():
+        assert await store.save(record, ack=Ack.COLD, deadline=soon()) is outcome
+    assert await store.drain(soon()) == 0
+
+
+async def stage(store: EncryptedStore | TieredStore, prompt: Prompt) -> Staged:
+    await store.open_namespace(prompt.description, deadline=soon())
+    return await store.stage(prompt.query(), deadline=soon())
+
+
+async def check_exact(store: EncryptedStore | TieredStore, prompt: Prompt) -> None:
+    """The whole prompt is staged, and each record loads as it was saved, to the last bit."""
+    staged = await stage(store, prompt)
+    assert staged.resume_tokens == prompt.num_tokens
+    assert staged.lease is not None
+    saved = {record.key: bytes(record.data) for record in prompt.records()}
+    assert len(staged.keys) >= prompt.num_tokens // 64
+    for key in staged.keys:
+        record = await store.load(staged.lease, key, deadline=soon())
+        assert bytes(record.data) == saved[key]
+    await store.release(staged.lease)
+
+
+def spellings(data: bytes) -> dict[str, bytes]:
+    """How bytes could be read: raw, in hex, and in base64 at each of its three alignments."""
+    coded = {f"base64 {skip}": base64.b64encode(data[skip : len(data) // 3 * 3])[:20] for skip in range(3)}
+    return {"raw": data, "hex": data.hex().encode(), **coded}
+
+
+def find_readable(place: Place, prompts: list[Prompt]) -> tuple[int, list[str]]:
+    """How much was looked through, and where a prefix hash, or 24 bytes in a row of a page's start, can be read."""
+    secrets_: dict[str, bytes] = {}
+    for prompt in prompts:
+        for boundary in prompt.query().boundaries:
+            for how, spelled in spellings(boundary.prefix).items():
+                secrets_[f"prefix {boundary.tokens} of {prompt.name}, {how}"] = spelled
+        for record in prompt.records():
+            for at in (0, 1000, len(record.payload) - 24):
+                for how, spelled in spellings(bytes(record.payload[at : at + 24])).items():
+                    secrets_[f"page {record.key} of {prompt.name} at {at}, {how}"] = spelled
+    num_bytes, found = 0, []
+    for kind, name, data in place.contents():
+        num_bytes += len(name) + len(data)
+        found += [f"{what} in {kind} {name!r}" for what, spelled in secrets_.items() if spelled in name + b"\0" + data]
+    return num_bytes, found
+
+
+async def test_nothing_readable_is_stored_and_all_comes_back_bit_for_bit(place: Place, tmp_path: Path) -> None:
+    """Two tenants with keys of their own: no page byte and no prefix hash stands in any name, value, object or file,
+    while a store without encryption shows both in each kind of place. Another process reads every bit.
+    """
+    keys = write_keys(tmp_path / "keys.toml", KEYS)
+    async with opened(place, keys) as store:
+        await save(store, RED)
+        await save(store, BLUE)
+        while_open, found = find_readable(place, [RED, BLUE])
+        assert found == []
+        await check_exact(store, RED)
+        assert store.meters.get("encrypted_records") == len(RED.records()) + len(BLUE.records())
+    num_bytes, found = find_readable(place, [RED, BLUE])
+    assert found == []
+    assert min(while_open, num_bytes) > sum(record.num_bytes for record in RED.records() + BLUE.records())
+    async with opened(place, keys) as store:
+        await check_exact(store, RED)
+        await check_exact(store, BLUE)
+        assert store.meters.get("encryption_misses", reason="tampered") == 0
+    plain = replace(RED, name="plain")
+    async with opened(place, None) as store:  # the search itself works
+        await save(store, plain)
+        _, found = find_readable(place, [plain])
+    kinds = {"file"} if "hot" not in place.flags else {"redis string", "s3"}
+    for kind in kinds:
+        assert any(f" in {kind} " in text and text.startswith("page") for text in found)
+        assert any(f" in {kind} " in text and text.startswith("prefix") for text in found)
+    if "hot" in place.flags:
+        catalog = [text for text in found if " in redis " in text and "b'v1/" not in text]
+        assert any(text.startswith("prefix") for text in catalog)
+
+
+async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another secret under the same id, another id, no key at all, no encryption at all: each time a miss with its
+    count, and a warning with the next step; what is there stays there for the right key.
+    """
+    right = write_keys(tmp_path / "keys.toml", KEYS)
+    async with opened(place, right) as store:
+        await save(store, RED)
+    before = sorted((name, len(data)) for kind, name, data in place.contents() if b"manifest" not in name)
+    cases = {
+        "wrong_key": ([("red", 1, 9)], "give key 1 its old secret back"),
+        "missing_key": ([("red", 2, 2)], "put key 1 back"),
+        "no_key": ([("blue", 1, 2)], "add one to encryption_keys"),
+    }
+    for reason, (keys, words) in cases.items():
+        async with opened(place, write_keys(tmp_path / f"{reason}.toml", keys)) as store:
+            assert isinstance(store, EncryptedStore)
+            await store.open_namespace(RED.description, deadline=soon())
+            await store.check_keys("red")
+            assert (await store.lookup(RED.query(), deadline=soon())).resume_tokens == 0
+            assert (await stage(store, RED)).lease is None
+            assert store.meters.get("encryption_misses", reason=reason) == 1
+            assert words in caplog.text
+            if reason != "missing_key":  # a new current key is a right one
+                assert await store.save(RED.records()[0], deadline=soon()) is SaveOutcome.FULL
+                assert store.meters.get("encryption_refused_saves", reason=reason) == 1
+        caplog.clear()
+    async with opened(place, None) as store:
+        assert (await stage(store, RED)).lease is None
+    names = {name for name, _ in before}
+    after = sorted((name, len(data)) for kind, name, data in place.contents() if name in names)
+    if "hot" in place.flags:  # a directory's catalog grows
+        assert after == before
+    async with opened(place, right) as store:
+        await check_exact(store, RED)
+
+
+async def test_a_forged_record_is_put_aside_and_never_served(place: Place, tmp_path: Path) -> None:
+    """Somebody who can write to the tiers, and knows our checksums, changes a byte of a record everywhere: its load
+    fails, it is quarantined, and the next request is served up to there.
+    """
+    keys = write_keys(tmp_path / "keys.toml", KEYS)
+    async with opened(place, keys) as store:
+        await save(store, BLUE)
+        assert isinstance(store, EncryptedStore)
+        (key,) = store.generations("blue")
+        assert key is not None
+        bad = BLUE.key(128, 0, 1)
+        for tier in store.inner.slower:
+            record = await tier.get(key.named(bad), deadline=soon())
+            assert record is not None
+            data = bytearray(record.data)
+            data[HEADER_BYTES + 500] ^= 1
+            await tier.delete(record.key, deadline=soon())
+            assert await tier.put(seal(record.header, data), deadline=soon()) is PutOutcome.STORED
+    async with opened(place, keys) as store:
+        staged = await stage(store, BLUE)
+        assert staged.lease is not None and bad in staged.keys
+        with pytest.raises(Unavailable, match="not what was encrypted"):
+            await store.load(staged.lease, bad, deadline=soon())
+        assert store.meters.get("encryption_misses", reason="tampered") == 1
+        assert (await store.lookup(BLUE.query(), deadline=soon())).resume_tokens == 64
+        assert isinstance(store, EncryptedStore)
+        for tier in store.inner.slower:
+            assert await tier.head([key.named(bad)], deadline=soon()) == [None]
+    async with opened(place, keys) as store:
+        assert (await stage(store, BLUE)).resume_tokens == 64
+
+
+async def test_keys_change_while_it_runs_and_both_generations_are_read(tmp_path: Path) -> None:
+    """Plain records, then a first key, then a second one: each prompt's earlier part under the name it was saved with,
+    one hit over all of them, bit for bit; new records under the current key alone.
+    """
+    place = directory_place(tmp_path / "store")
+    prompt = replace(RED, num_tokens=64 * 6)
+    parts = [[64, 128], [192, 256], [320, 384]]
+    path = write_keys(tmp_path / "keys.toml", [("red", 0, 0)])
+    stages = [[("red", 0, 0)], [("red", 1, 1), ("red", 0, 0)], [("red", 2, 2), ("red", 1, 1), ("red", 0, 0)]]
+    async with opened(place, path) as store:
+        assert isinstance(store, EncryptedStore)
+        await store.open_namespace(prompt.description, deadline=soon())
+        for part, keys in zip(parts, stages, strict=True):
+            write_keys(path, keys)
+            store._keys.refresh()
+            for record in prompt.records(part):
+                assert await store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+    async with opened(place, path) as store:
+        await check_exact(store, prompt)
+        assert (await store.lookup(prompt.query(), deadline=soon())).groups_present == tuple(
+            3 if boundary.tokens % 64 == 0 else 0 for boundary in prompt.query().boundaries
+        )
+    async with opened(place, write_keys(path, [("red", 2, 2), ("red", 1, 1)])) as store:
+        assert (await stage(store, prompt)).lease is None  # what starts in the plain is not read any more
+    write_keys(path, [("red", 1, 1), ("red", 0, 0)])
+    async with opened(place, path) as store:
+        assert (await stage(store, prompt)).resume_tokens == 256
+
+
+def test_what_is_wrong_with_keys_is_told_before_anything_opens(tmp_path: Path) -> None:
+    """A key file that others may read, or a wrong entry, opens no store and makes no folder."""
+    folder = tmp_path / "store"
+    path = write_keys(tmp_path / "keys.toml", KEYS)
+    path.chmod(0o644)
+    flags = {"cold": f"file://{folder}", "encryption_keys": str(path)}
+
+    async def start() -> None:
+        async with open_served_store(load_settings(flags)):
+            pass
+
+    import asyncio
+
+    with pytest.raises(InvalidRequest, match="others may read the keys"):
+        asyncio.run(start())
+    assert not folder.exists()
+
+
+async def test_random_damage_is_never_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files with flipped bits, cut, grown or swapped: every record that loads is what was saved."""
+    caplog.set_level(logging.CRITICAL)
+    place = directory_place(tmp_path / "store")
+    keys = write_keys(tmp_path / "keys.toml", KEYS)
+    numbers = np.random.default_rng(5)
+    prompts = [replace(BLUE, name=f"prompt {number}") for number in range(12)]
+    async with opened(place, keys) as store:
+        for prompt in prompts:
+            await save(store, prompt)
+    files = [path for path in (tmp_path / "store" / "records" / "v1").rglob("*.g*") if path.is_file()]
+    assert len(files) == sum(len(prompt.records()) for prompt in prompts)
+    for path in numbers.choice(np.array(files), size=len(files) // 3, replace=False).tolist():
+        data = bytearray(path.read_bytes())
+        match numbers.integers(4):
+            case 0:
+                data[numbers.integers(len(data))] ^= 1 << numbers.integers(8)
+            case 1:
+                del data[numbers.integers(len(data)) :]
+            case 2:
+                data += numbers.bytes(7)
+            case 3:
+                data[:] = files[numbers.integers(len(files))].read_bytes()
+        path.write_bytes(data)
+    num_loaded = 0
+    async with opened(place, keys) as store:
+        for prompt in prompts:
+            staged = await stage(store, prompt)
+            saved: dict[RecordKey, bytes] = {record.key: bytes(record.data) for record in prompt.records()}
+            for key in staged.keys:
+                assert staged.lease is not None
+                assert bytes((await store.load(staged.lease, key, deadline=soon())).data) == saved[key]
+                num_loaded += 1
+    assert 0 < num_loaded < len(files)
