@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingLog
-from kvstore.compose_retention import open_retention
+from kvstore.compose_retention import open_orders, open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.arena import Arena
@@ -65,7 +65,8 @@ async def open_store(
         recorder = await _open_recorder(settings, stack, meters, clock)
         if recorder is not None:
             await _look_at_catalog(recorder, hot, cold, stack, meters=meters, clock=clock)
-        bounds = await open_retention(settings, recorder, cold, stack, meters=meters, clock=clock)
+        orders = await open_orders(settings, recorder, stack, meters=meters, clock=clock)
+        bounds = await open_retention(settings, recorder, cold, stack, orders=orders, meters=meters, clock=clock)
         if recorder is not None:
             hot = CataloguedTier(hot, Level.HOT, recorder) if hot is not None else None
             cold = CataloguedTier(cold, Level.COLD, recorder, bounds.room) if cold is not None else None
@@ -77,6 +78,7 @@ async def open_store(
             recorder=recorder,
             choice=bounds.choice,
             admission=bounds.admission,
+            orders=orders,
             meters=meters,
             limits=store_limits(settings),
             clock=clock,

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kvstore.catalog.entry import Level
+from kvstore.catalog.orders import FileOrders, OrderBook
 from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.admission import AdmitAll
@@ -20,10 +21,11 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.retention import Retention
 from kvstore.store.retention_rules import RetentionRules, shares
 from kvstore.store.room import Room
+from kvstore.store.standing_orders import StandingOrders
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
-__all__ = ["Bounds", "open_retention"]
+__all__ = ["Bounds", "open_orders", "open_retention"]
 
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
@@ -52,6 +54,7 @@ async def open_retention(
     cold: Tier | None,
     stack: AsyncExitStack,
     *,
+    orders: StandingOrders | None = None,
     meters: Meters,
     clock: Clock,
 ) -> Bounds:
@@ -62,7 +65,9 @@ async def open_retention(
         InvalidRequest: Bounds are set, and nothing keeps the books; or quotas guarantee too much.
     """
     is_alone = isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation)
-    if not is_alone and settings.cold_bytes is None and settings.cold_unused_s is None and not settings.quotas:
+    is_bound = is_alone or settings.cold_bytes is not None or settings.cold_unused_s is not None or settings.quotas
+    is_orderly = orders is not None and cold is not None  # a quota may be ordered while it serves
+    if not is_bound and not is_orderly:
         return Bounds(admission=_admission(settings, recorder, cold, meters, clock))
     if cold is None or not (is_alone or isinstance(settings.hot, RedisLocation)):
         raise InvalidRequest(
@@ -107,8 +112,33 @@ async def open_retention(
         room=room,
     )
     stack.push_async_callback(retention.aclose)
+    if orders is not None:
+        orders.held_by(retention.set_quotas, None if budget_bytes is None else int(_GUARANTEED_SHARE * budget_bytes))
     retention.start()
-    return Bounds(choice, admission, room)
+    return Bounds(choice if is_bound else None, admission, room)
+
+
+async def open_orders(
+    settings: Settings, recorder: Recorder | None, stack: AsyncExitStack, *, meters: Meters, clock: Clock
+) -> StandingOrders | None:
+    """What operators have ordered, as far as it is written down beside the catalog; `None`: there is no catalog."""
+    book: OrderBook
+    match settings.hot, settings.cold:
+        case _ if recorder is None:
+            return None
+        case RedisLocation() as hot, _:
+            from kvstore.catalog.redis_orders import RedisOrders
+            from kvstore.tiers.redis import open_control
+
+            book = RedisOrders(await stack.enter_async_context(open_control(hot)))
+        case _, FileLocation() as cold:
+            book = FileOrders(cold.path / "orders.json")
+        case _:
+            return None
+    orders = StandingOrders(book, settings.quotas, meters=meters, clock=clock)
+    stack.push_async_callback(orders.aclose)
+    await orders.start()
+    return orders
 
 
 def _admission(

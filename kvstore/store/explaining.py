@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 
 from kvstore.api import Outcome
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.absence import Absence, AbsenceFinder
@@ -38,10 +39,17 @@ class Explainer:
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
         clock: For the time of day.
+        hides: Whether the weights of a namespace are retired.
     """
 
-    def __init__(self, absence: AbsenceFinder | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        absence: AbsenceFinder | None,
+        clock: Clock,
+        hides: Callable[[NamespaceId], bool] = lambda namespace: False,
+    ) -> None:
         self._absence = absence
+        self._hides = hides
         self._clock = clock
         self._told: dict[str, OrderedDict[str, _Told]] = {}  # by tenant, by request
         self._numbers = count()
@@ -70,6 +78,8 @@ class Explainer:
         # what did not answer may have held it: nobody can say that it was not stored
         if outcome.detail.get("silent"):
             found = Absence("tier_failed")
+        elif outcome.stop is not None and outcome.namespace is not None and self._hides(outcome.namespace):
+            found = Absence("weights_retired")
         elif outcome.stop is not None:
             found = await self._look(told, tenant, deadline)
         reason = REASONS.get(found.reason, UNKNOWN)

@@ -15,6 +15,7 @@ from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.explaining import Explainer
 from kvstore.store.manifests import Manifests
 from kvstore.store.saving import Saver
+from kvstore.store.standing_orders import StandingOrders
 from kvstore.tiers.base import Tier, TierUsage
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import GuardedTier
@@ -62,6 +63,7 @@ class StoreOperations:
         explainer: Knows what became of requests.
         saver: Is told what is not to be written any more.
         meters: The store's counters, safe from any thread.
+        orders: What operators have ordered for all services; `None`: there is nowhere to write it.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class StoreOperations:
         explainer: Explainer,
         saver: Saver,
         meters: Meters,
+        orders: StandingOrders | None = None,
     ) -> None:
         self._memory = memory
         # behind the catalog's back: whoever deletes here tells it
@@ -86,6 +89,7 @@ class StoreOperations:
         self._explainer = explainer
         self._saver = saver
         self.meters = meters
+        self.orders = orders
 
     @property
     def tier_names(self) -> dict[Level | None, str]:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason, Leaving
+from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
@@ -107,6 +108,10 @@ class Retention:
         """Work in the background from now on, until `aclose`."""
         self._background.spawn(self._run(), "rounds")
 
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Hold these from the next round on."""
+        self._rules = replace(self._rules, quotas=quotas)
+
     async def _run(self) -> None:
         while True:
             is_stuck, started_s = True, self._clock.monotonic_s()
@@ -135,6 +140,8 @@ class Retention:
         Raises:
             Unavailable: The catalog did not answer. What was begun is finished by a later round.
         """
+        if self._rules.hold_nothing:
+            return 0
         if self._rules.is_private and not await self._catalog.is_complete(deadline=self._deadline()):
             if self._room is not None:
                 self._room.suspend()
@@ -166,7 +173,9 @@ class Retention:
         self._owned = {
             namespace
             for namespace in held
-            if held[namespace] and await self._know(namespace) and await self._hold(namespace)
+            if held[namespace]
+            and await self._know(namespace)
+            and await self._ownership.hold(self._lease_name(namespace), deadline=self._deadline())
         }
         self._is_unfinished = False
         with ExitStack() as spared:
@@ -305,9 +314,6 @@ class Retention:
         self._known.add(namespace)
         return True
 
-    async def _hold(self, namespace: NamespaceId) -> bool:
-        return await self._ownership.hold(self._lease_name(namespace), deadline=self._deadline())
-
     def _lease_name(self, namespace: NamespaceId) -> str:
         return f"retention/{self._level.name.lower()}/{namespace.hex()}"
 
@@ -322,7 +328,7 @@ class Retention:
                     stay.add(below)
             indexes = [index for index in part if index not in stay]
             place = {index: at for at, index in enumerate(indexes)}
-            leaving = [_leaving(leavers[index], place) for index in indexes]
+            leaving = [leavers[index].leaving(place) for index in indexes]
             hidden = await self._catalog.start_leaving_all(leaving, self._level, deadline=self._deadline())
             entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
             gone = await self._delete_all(entries, leavers)
@@ -388,10 +394,3 @@ class Retention:
 
     def _now_s(self) -> int:
         return self._clock.wall_ms() // 1000
-
-
-def _leaving(leaver: Leaver, place: Mapping[int, int]) -> Leaving:
-    """As the catalog is told, among those with a place."""
-    entry = leaver.entry
-    below = None if leaver.parent is None else place.get(leaver.parent)
-    return Leaving(entry.namespace, entry.prefix, entry.last_use_s, below)

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason
+from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
@@ -35,6 +35,11 @@ class Leaver:
     entry: BoundaryEntry
     reason: LeaveReason
     parent: int | None = None
+
+    def leaving(self, place: Mapping[int, int]) -> Leaving:
+        """As the catalog is told, among those with a place."""
+        below = None if self.parent is None else place.get(self.parent)
+        return Leaving(self.entry.namespace, self.entry.prefix, self.entry.last_use_s, below)
 
 
 @dataclass(frozen=True, slots=True)

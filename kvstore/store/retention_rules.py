@@ -52,6 +52,11 @@ class RetentionRules:
         """Of the budget: above it the level is as good as full, also when a round has just ended."""
         return self.stop_share - (self.start_share - self.stop_share) / 2
 
+    @property
+    def hold_nothing(self) -> bool:
+        """Whether there is neither a budget nor a time nor a quota to keep to: then nobody need look."""
+        return self.budget_bytes is None and self.ttl_s is None and not self.quotas
+
     def excess_bytes(self, used_bytes: int, start_bytes: int | None = None) -> int:
         """What must leave when so much is used; 0: nothing.
 

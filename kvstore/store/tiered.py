@@ -40,6 +40,7 @@ from kvstore.store.promotion import Promotion
 from kvstore.store.recorder import Recorder
 from kvstore.store.saving import Saver
 from kvstore.store.stage_run import Holding
+from kvstore.store.standing_orders import StandingOrders
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
@@ -64,6 +65,7 @@ class TieredStore(PageStore):
         recorder: The way to the catalog, if there is one.
         choice: Told of every lookup, to choose what retention follows.
         admission: Told of every lookup; which saves that wait for memory alone the cold tier gets. `None`: all.
+        orders: Which weights are retired: nothing of theirs is there. `None`: none.
         meters: Where to count.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         clock: For leases, pauses and deadlines of the store's own.
@@ -82,6 +84,7 @@ class TieredStore(PageStore):
         recorder: Recorder | None = None,
         choice: PolicyChoice | None = None,
         admission: ColdAdmission | None = None,
+        orders: StandingOrders | None = None,
         meters: Meters | None = None,
         limits: StoreLimits | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -121,7 +124,8 @@ class TieredStore(PageStore):
             clock=clock,
         )
         absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
-        self._explainer = Explainer(absence, clock)
+        self._orders = orders
+        self._explainer = Explainer(absence, clock, self._is_retired)
         self.operations = StoreOperations(
             memory,
             hot,
@@ -130,6 +134,7 @@ class TieredStore(PageStore):
             explainer=self._explainer,
             saver=self._saver,
             meters=self.meters,
+            orders=orders,
         )
         self._recorder = recorder
         self._choice = choice
@@ -175,6 +180,8 @@ class TieredStore(PageStore):
         if namespace not in self._namespaces and len(self._namespaces) >= self.limits.namespaces_max:
             raise Unavailable("too many namespaces are open on this node", limit=self.limits.namespaces_max)
         self._namespaces[namespace] = layout
+        if self._orders is not None:
+            self._orders.know(description)
         if self._recorder is not None:
             self._recorder.register(namespace, layout, description.tenant)
         self._manifests.open(namespace, pack_manifest(description))
@@ -187,6 +194,8 @@ class TieredStore(PageStore):
             learns: The catalog may be told that each boundary's parent is the one before it.
         """
         layout = self._layout(query.namespace)
+        if self._is_retired(query.namespace):
+            return Lookup(query.local_tokens, (0,) * len(query.boundaries))
         if self._recorder is not None and learns:
             self._recorder.learn(query, layout)
         if self._choice is not None:
@@ -219,6 +228,8 @@ class TieredStore(PageStore):
         """
         layout = self._layout(query.namespace)
         self.meters.add("stages")
+        if self._is_retired(query.namespace):
+            return Staged(None, query.local_tokens, cut="weights_retired")
         if self._has_no_lease():
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
@@ -280,7 +291,7 @@ class TieredStore(PageStore):
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
         self._layout(key.namespace)
-        record = self._leases.record(lease, key)
+        record = self._leases.record(lease, key) if not self._is_retired(key.namespace) else None
         if record is None:
             raise Unavailable("the lease has ended, or does not hold the record", key=key)
         return record
@@ -294,6 +305,9 @@ class TieredStore(PageStore):
         deadline: Deadline,
     ) -> SaveOutcome:
         layout = self._layout(record.key.namespace)
+        if self._is_retired(record.key.namespace):
+            self.meters.add("saves", outcome="retired")
+            return SaveOutcome.FULL
         return await self._saver.save(record, layout, ack=ack, retention=retention, deadline=deadline)
 
     async def release(self, lease: LeaseId) -> None:
@@ -370,6 +384,9 @@ class TieredStore(PageStore):
             await self._background.aclose()
             await self._saver.aclose()
             self._leases.release_all()
+
+    def _is_retired(self, namespace: NamespaceId) -> bool:
+        return self._orders is not None and self._orders.hides(namespace)
 
     def _check_open(self) -> None:
         if self._closed:

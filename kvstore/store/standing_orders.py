@@ -1,0 +1,218 @@
+"""What operators have ordered for all services that share a catalog: weights that are retired, quotas of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.catalog.orders import OrderBook
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.eviction.holdings import Quota
+from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+
+__all__ = ["WEIGHTS_FIELD", "Retirement", "StandingOrders"]
+
+_log = logging.getLogger(__name__)
+
+WEIGHTS_FIELD = "weights_id"
+"""Where a description tells the weights."""
+_LOOK_S = 1.0
+"""So late another service's order is followed."""
+_CALL_S = 5.0
+_PROBE_S = 2.0
+_QUOTA, _RETIRED = "quota", "retired"
+_KNOWN_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """Weights that are not to be used any more.
+
+    Attributes:
+        tenant: Whose; `None`: of all tenants.
+        weights_id: As descriptions tell it.
+        at_s: When it was ordered, in seconds since the Unix epoch.
+    """
+
+    tenant: str | None
+    weights_id: str
+    at_s: int
+
+
+class StandingOrders:
+    """Follows the orders in a book, and writes new ones. Belongs to the store's loop; what it has read may be looked at
+    from any thread.
+
+    A book that cannot be reached changes nothing: what was read last goes on to count. Orders that a book has lost are
+    told to it again by whichever service remembers them.
+
+    Args:
+        book: Where they stand.
+        quotas: What the settings say: for tenants without an order.
+        meters: Where to count: `catalog_failures{call="orders"}`.
+        clock: For deadlines, and the time of an order.
+
+    Attributes:
+        quotas: What tenants get: settings and orders together. Replaced, never changed.
+        ordered: Of these, what orders say.
+        retired: What is retired. Replaced, never changed.
+    """
+
+    def __init__(self, book: OrderBook, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
+        self.quotas = dict(quotas)
+        self.ordered: Mapping[str, Quota] = {}
+        self.retired: Mapping[tuple[str | None, str], Retirement] = {}
+        self._book = book
+        self._from_settings = dict(quotas)
+        self._meters = meters
+        self._clock = clock
+        self._texts: dict[str, str] = {}
+        self._known: dict[NamespaceId, tuple[str, str]] = {}
+        self._turn = asyncio.Lock()  # what was read before an order was given must not take its place
+        self._background = Background("standing orders")
+        self._hold: Callable[[Mapping[str, Quota]], None] | None = None
+        self._guaranteed_max: int | None = None
+
+    async def start(self) -> None:
+        """Read them, and go on reading until `aclose`. A book that does not answer yet is a warning."""
+        try:
+            await self.look(Deadline.after(_PROBE_S, self._clock))
+        except Unavailable as error:
+            _log.warning(
+                "going on without the orders of operators (retired weights, quotas) until they answer: %s", error
+            )
+        if self._book.is_shared:
+            self._background.spawn(self._run(), "looking")
+
+    def held_by(self, hold: Callable[[Mapping[str, Quota]], None], guaranteed_bytes_max: int | None) -> None:
+        """Name who holds quotas here.
+
+        Args:
+            hold: Called with all of them, now and after each change.
+            guaranteed_bytes_max: What may be guaranteed to all tenants together; `None`: there is no bound.
+        """
+        self._hold, self._guaranteed_max = hold, guaranteed_bytes_max
+        hold(self.quotas)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self.look(Deadline.after(_CALL_S, self._clock))
+            except Unavailable:
+                self._meters.add("catalog_failures", call="orders")
+            except Closed:
+                return
+
+    async def look(self, deadline: Deadline) -> None:
+        """Read the book, and tell it again what it has lost.
+
+        Raises:
+            Unavailable: It does not answer.
+        """
+        async with self._turn:
+            texts = dict(await self._book.read(deadline=deadline))
+            for name in self._texts.keys() - texts.keys():
+                await self._book.write(name, self._texts[name], deadline=deadline)
+                texts[name] = self._texts[name]
+            if texts != self._texts:
+                self._take(texts)
+
+    def _take(self, texts: Mapping[str, str]) -> None:
+        ordered: dict[str, Quota] = {}
+        retired: dict[tuple[str | None, str], Retirement] = {}
+        for name, text in texts.items():
+            try:
+                kind, *place = json.loads(name)
+                value = json.loads(text)
+                if kind == _QUOTA and value["quota"] is not None:
+                    ordered[str(place[0])] = Quota(*value["quota"])
+                elif kind == _RETIRED and value["is_retired"]:
+                    tenant, weights_id = place
+                    retired[tenant, weights_id] = Retirement(tenant, weights_id, int(value["at_s"]))
+            except (ValueError, TypeError, KeyError, IndexError):
+                continue  # a later release's: it is kept, and not followed here
+        self._texts, self.retired, self.ordered = dict(texts), retired, ordered
+        quotas = {**self._from_settings, **ordered}
+        if quotas != self.quotas:
+            self.quotas = quotas
+            if self._hold is not None:
+                self._hold(quotas)
+
+    # retired weights
+
+    def know(self, description: NamespaceDescription) -> None:
+        """A namespace is used here."""
+        if len(self._known) < _KNOWN_MAX:
+            self._known[description.id] = description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
+
+    def hides(self, namespace: NamespaceId) -> bool:
+        """Whether the weights of a namespace that is used here are retired: then nothing of it is there."""
+        return bool(self.retired) and namespace in self._known and self.are_retired(*self._known[namespace])
+
+    def are_retired(self, tenant: str, weights_id: str) -> bool:
+        """Whether a tenant's weights are."""
+        return bool(weights_id) and ((tenant, weights_id) in self.retired or (None, weights_id) in self.retired)
+
+    async def retire(self, tenant: str | None, weights_id: str, *, is_retired: bool, deadline: Deadline) -> None:
+        """Make all that was computed with some weights unreachable, or reachable again: here at once, on every service
+        that shares the book within a second or two, where it can read it.
+
+        Args:
+            tenant: Whose; `None`: of all tenants.
+            weights_id: As descriptions tell it.
+            is_retired: False: withdraw the order.
+            deadline: When to give up.
+
+        Raises:
+            InvalidRequest: Too many orders.
+            Unavailable: The book does not answer; nothing has changed.
+        """
+        await self._order([_RETIRED, tenant, weights_id], {"is_retired": is_retired}, deadline)
+
+    # quotas
+
+    async def set_quota(self, tenant: str, quota: Quota | None, *, deadline: Deadline) -> None:
+        """Give a tenant a quota, on every service that shares the book.
+
+        Args:
+            tenant: Whose.
+            quota: What it gets; `None`: withdraw the order, so that the settings count again.
+            deadline: When to give up.
+
+        Raises:
+            InvalidRequest: This service holds no quotas, or they would guarantee too much.
+            Unavailable: The book does not answer; nothing has changed.
+        """
+        if self._hold is None:
+            raise InvalidRequest("this service holds no quotas: it has no cold tier with a catalog", field="tenant")
+        after = dict(self.quotas) | ({tenant: quota} if quota is not None else {})
+        guaranteed_bytes = sum(one.guaranteed_bytes for one in after.values())
+        if quota is not None and self._guaranteed_max is not None and guaranteed_bytes > self._guaranteed_max:
+            raise InvalidRequest(
+                "quotas would guarantee more than three quarters of what cold may hold: lower this or others",
+                field="guaranteed_bytes",
+                seen=guaranteed_bytes,
+                expected=self._guaranteed_max,
+            )
+        value = None if quota is None else [quota.guaranteed_bytes, quota.maximum_bytes]
+        await self._order([_QUOTA, tenant], {"quota": value}, deadline)
+
+    async def _order(self, name: list[str | None], value: dict[str, Any], deadline: Deadline) -> None:
+        key, text = json.dumps(name), json.dumps({**value, "at_s": self._clock.wall_ms() // 1000})
+        async with deadline.scope("giving an order"), self._turn:
+            await self._book.write(key, text, deadline=deadline)
+            self._take({**self._texts, key: text})
+
+    async def aclose(self) -> None:
+        """Stop reading. Idempotent."""
+        await self._background.aclose()

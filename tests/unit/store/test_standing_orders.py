@@ -1,0 +1,124 @@
+"""What operators order is followed: by the store that was told, by others that share the book, after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import Ack, SaveOutcome
+from kvstore.catalog.orders import FileOrders
+from kvstore.compose import open_store
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.eviction.holdings import Quota
+from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.settings import load_settings
+from kvstore.store.standing_orders import StandingOrders
+from kvstore.testing.prompts import ATTENTION, Prompt
+
+
+def soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+def orders_of(path: Path, quotas: Mapping[str, Quota] | None = None) -> StandingOrders:
+    return StandingOrders(FileOrders(path), quotas or {}, meters=Meters(), clock=SYSTEM_CLOCK)
+
+
+def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
+    fields = {"model": "m", "weights_id": weights_id, "layout": describe_layout(ATTENTION)}
+    return NamespaceDescription.from_fields(fields, tenant)
+
+
+async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None:
+    """Whoever shares the book follows; other weights and other tenants are left alone; it can be taken back."""
+    told, other = orders_of(tmp_path / "o"), orders_of(tmp_path / "o")
+    old, new, blue = described("old"), described("new"), described("old", "blue")
+    for one in (old, new, blue):
+        other.know(one)
+    await told.retire("red", "old", is_retired=True, deadline=soon())
+    assert not other.hides(old.id)
+    await other.look(soon())
+    assert [other.hides(one.id) for one in (old, new, blue)] == [True, False, False]
+    await told.retire(None, "old", is_retired=True, deadline=soon())
+    await told.retire("red", "old", is_retired=False, deadline=soon())
+    await other.look(soon())
+    assert [other.hides(one.id) for one in (old, new, blue)] == [True, False, True]
+    await told.retire(None, "old", is_retired=False, deadline=soon())
+    await other.look(soon())
+    assert not any(other.hides(one.id) for one in (old, new, blue))
+
+
+async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
+    """A tenant's quota is the ordered one until that is withdrawn; too large guarantees are refused, and what nobody
+    here can hold is refused too.
+    """
+    orders = orders_of(tmp_path / "o", {"red": Quota(100, 200), "blue": Quota(0, 50)})
+    with pytest.raises(InvalidRequest, match="holds no quotas"):
+        await orders.set_quota("red", Quota(1, 2), deadline=soon())
+    held: list[Mapping[str, Quota]] = []
+    orders.held_by(held.append, 1000)
+    await orders.set_quota("red", Quota(300, 400), deadline=soon())
+    await orders.set_quota("green", Quota(700), deadline=soon())
+    with pytest.raises(InvalidRequest, match="three quarters"):
+        await orders.set_quota("blue", Quota(1), deadline=soon())
+    await orders.set_quota("red", None, deadline=soon())
+    assert [one.get("red") for one in held] == [Quota(100, 200), Quota(300, 400), Quota(300, 400), Quota(100, 200)]
+    assert held[-1] == {"red": Quota(100, 200), "blue": Quota(0, 50), "green": Quota(700)}
+    assert dict(orders.ordered) == {"green": Quota(700)}
+
+
+async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
+    """The file is gone, as a Redis after FLUSHALL: whoever remembers tells it, and what cannot be read changes
+    nothing.
+    """
+    path = tmp_path / "o"
+    orders = orders_of(path)
+    orders.know(described("old"))
+    await orders.retire(None, "old", is_retired=True, deadline=soon())
+    path.unlink()
+    await orders.look(soon())
+    fresh = orders_of(path)
+    await fresh.look(soon())
+    assert fresh.are_retired("red", "old")
+    path.write_text("[")
+    with pytest.raises(Unavailable):
+        await orders.look(soon())
+    assert orders.hides(described("old").id)
+    later = '["later kind", "x"]'
+    path.write_text(f'{{"{later.replace(chr(34), chr(92) + chr(34))}": "?"}}')
+    await orders.look(soon())
+    assert orders.hides(described("old").id)
+
+
+async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
+    """Lookups miss, stages bring nothing, leases end, saves are refused, and the reason is told; after a restart too.
+    Nothing is deleted: taken back, all is there.
+    """
+    settings = load_settings({"memory_bytes": "16MiB", "disk_bytes": "64MiB", "cold": f"file://{tmp_path / 'r'}"})
+    prompt = Prompt(ATTENTION, "a", 128, tenant="red")
+    object.__setattr__(prompt, "description", described("old"))
+    async with open_store(settings) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            await store.save(record, ack=Ack.COLD, deadline=soon())
+        staged = await store.stage(prompt.query(), deadline=soon())
+        assert staged.resume_tokens == 128 and staged.lease is not None
+        assert store.operations.orders is not None
+        await store.operations.orders.retire("red", "old", is_retired=True, deadline=soon())
+        assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
+        again = await store.stage(prompt.query(), deadline=soon())
+        assert (again.lease, again.resume_tokens, again.cut) == (None, 0, "weights_retired")
+        with pytest.raises(Unavailable):
+            await store.load(staged.lease, staged.keys[0], deadline=soon())
+        assert await store.save(prompt.record(64), deadline=soon()) is SaveOutcome.FULL
+    async with open_store(settings) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
+        assert store.operations.orders is not None
+        await store.operations.orders.retire("red", "old", is_retired=False, deadline=soon())
+        assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 128
