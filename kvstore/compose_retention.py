@@ -78,25 +78,10 @@ async def open_retention(
     if recorder is None:
         return Bounds(admission=_admission(settings, recorder, cold, meters, clock))
     budget_bytes = await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes
-    start, stop = shares(budget_bytes) if budget_bytes is not None else (1.0, 1.0)
-    guaranteed_bytes = sum(quota.guaranteed_bytes for quota in settings.quotas.values())
-    if budget_bytes is not None and guaranteed_bytes > _GUARANTEED_SHARE * budget_bytes:
-        raise InvalidRequest(
-            "quotas guarantee more than three quarters of what cold may hold: lower them, or raise the bound",
-            guaranteed_bytes=guaranteed_bytes,
-            cold_bytes=budget_bytes,
-        )
-    rules = RetentionRules(
-        budget_bytes=budget_bytes,
-        quotas=settings.quotas,
-        start_share=start,
-        stop_share=stop,
-        ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
-        is_private=is_alone,
-    )
+    rules = _rules(settings, budget_bytes, is_private=is_alone)
     room = None
     if budget_bytes is not None:
-        room = Room(budget_bytes, int(budget_bytes * start), clock, is_shared=not is_alone)
+        room = Room(budget_bytes, int(budget_bytes * rules.start_share), clock, is_shared=not is_alone)
     admission = _admission(settings, recorder, cold, meters, clock, is_bounded=budget_bytes is not None)
     choice = _choice(settings, admission)
     retention = Retention(
@@ -116,6 +101,25 @@ async def open_retention(
         orders.held_by(retention.set_quotas, None if budget_bytes is None else int(_GUARANTEED_SHARE * budget_bytes))
     retention.start()
     return Bounds(choice if is_bound else None, admission, room)
+
+
+def _rules(settings: Settings, budget_bytes: int | None, *, is_private: bool) -> RetentionRules:
+    guaranteed_bytes = sum(quota.guaranteed_bytes for quota in settings.quotas.values())
+    if budget_bytes is not None and guaranteed_bytes > _GUARANTEED_SHARE * budget_bytes:
+        raise InvalidRequest(
+            "quotas guarantee more than three quarters of what cold may hold: lower them, or raise the bound",
+            guaranteed_bytes=guaranteed_bytes,
+            cold_bytes=budget_bytes,
+        )
+    start, stop = shares(budget_bytes) if budget_bytes is not None else (1.0, 1.0)
+    return RetentionRules(
+        budget_bytes=budget_bytes,
+        quotas=settings.quotas,
+        start_share=start,
+        stop_share=stop,
+        ttl_s=None if settings.cold_unused_s is None else max(1, round(settings.cold_unused_s)),
+        is_private=is_private,
+    )
 
 
 async def open_orders(

@@ -115,13 +115,7 @@ class TieredStore(PageStore):
             clock=clock,
         )
         self._manifests = Manifests(
-            hot,
-            cold,
-            recorder,
-            background=self._background,
-            meters=self.meters,
-            limits=self.limits,
-            clock=clock,
+            hot, cold, recorder, background=self._background, meters=self.meters, limits=self.limits, clock=clock
         )
         absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
         self._orders = orders
