@@ -72,8 +72,8 @@ def _admin_address(value: object) -> TcpAddress | None:
     if value == "off":
         return None
     address = _parsed(parse_address, f"tcp://{value}" if isinstance(value, str) and "://" not in value else value)
-    if not isinstance(address, TcpAddress) or address.tls:
-        raise ValueError("expected host:port, like 127.0.0.1:7070, or off")
+    if not isinstance(address, TcpAddress):
+        raise ValueError("expected host:port or tls://host:port, like 127.0.0.1:7070, or off")
     return address
 
 
@@ -134,11 +134,11 @@ class Settings(BaseSettings):
 
     Attributes:
         listen: Where engines connect: `unix:/path` or `tcp://host:port`. A Unix socket is faster and needs no token.
-        admin_listen: `host:port` of the administration interface, or `off`. Without `credentials_file` a loopback
-            address only, for processes of the service's own user.
+        admin_listen: `host:port` of the administration interface, `tls://host:port` for one that speaks TLS, or `off`.
+            Without `credentials_file` a loopback address only, for processes of the service's own user.
         token_file: A file with the token that clients on TCP must show; without it, or credentials, TCP is refused.
         tls_certificate_file: What a `tls://` address shows, with its chain, in PEM; renewed files are taken up. Verbs
-            that ask such a service show it too, where it asks for one.
+            that ask such a service show it too, where it asks for one. Both ports use these files.
         tls_key_file: Its key, if that is not in the same file.
         tls_client_ca_file: Only peers with a certificate of these authorities may connect to a `tls://` address.
         tls_ca_file: Authorities that verbs believe when they ask a `tls://` service; else the system's.

@@ -62,7 +62,9 @@ def doctor(
     """
     settings = load_settings({}, config=config)
     tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file)
-    address = ServiceAddress(url or _url_of(settings), token_file or settings.token_file, tls)
+    url = url or _url_of(settings)
+    admin = settings.admin_listen if url == str(settings.listen) else None
+    address = ServiceAddress(url, token_file or settings.token_file, tls, admin)
     checks = checks_of(settings, address)
     secrets = [*secrets_of(settings), os.getenv("AWS_SECRET_ACCESS_KEY", ""), os.getenv("AWS_SESSION_TOKEN", "")]
     logging.getLogger("kvstore").setLevel(logging.CRITICAL)  # what is wrong stands in the findings

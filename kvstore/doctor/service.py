@@ -10,6 +10,7 @@ from pathlib import Path
 import kvstore
 from kvstore.client import ClientOptions, connect
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.doctor.administration import administration_finding
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Tell
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -21,7 +22,7 @@ from kvstore.wire.tls import ClientTls
 __all__ = ["EMBEDDED", "ServiceAddress", "judge_release", "judge_tiers", "judge_unreachable", "service_check"]
 
 EMBEDDED = "embedded:"
-_NAMES = ("service", "service.release", "service.tiers")
+_NAMES = ("service", "service.release", "service.tiers", "service.admin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ class ServiceAddress:
         url: `unix:/path`, `tcp://host:port`, `tls://host:port` or `embedded:`, as engines are told it.
         token_file: `None`: it asks for no token.
         tls: What to believe and to show at a `tls://` address.
+        admin: Where it is administered; `None`: nowhere, or it is not known here.
     """
 
     url: str
     token_file: Path | None = None
     tls: ClientTls = field(default_factory=ClientTls)
+    admin: TcpAddress | None = None
 
 
 def service_check(address: ServiceAddress) -> Check:
@@ -68,6 +71,7 @@ def service_check(address: ServiceAddress) -> Check:
         tell(ok("service", f"answers at {url}", "it answers"))
         tell(judge_release(status, kvstore.__version__))
         tell(judge_tiers(status))
+        tell(await administration_finding(address.admin, address.tls, deadline))
 
     return Check(_NAMES, run, f"check that the process at {url} is not frozen, and start it again if it is")
 

@@ -37,13 +37,14 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and not credentials:
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
-    check_admin_listen(settings.admin_listen, credentials)
+    tls = settings.tls()
+    check_admin_listen(settings.admin_listen, credentials, has_certificate=tls is not None)
     run_service(
         open_served_store(settings),
         [settings.listen],
         token=token,
         credentials=credentials,
-        tls=settings.tls(),
+        tls=tls,
         idle_exit_s=settings.idle_exit_s,
         on_ready=on_ready,
         beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),

@@ -26,6 +26,7 @@ from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.servers.ports import free_ports
 from tests.integration.small_disk import run_on_disk
 
 pytestmark = pytest.mark.servers
@@ -70,6 +71,7 @@ def stack(shared_rgw: CephRgw, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "KVSTORE_HOT": f"redis://:{ENCODED}@{redis.host}:{redis.port}/0",
             "KVSTORE_COLD": f"s3://{bucket}/pages?endpoint_url={shared_rgw.endpoint_url}&region={shared_rgw.region}",
             "KVSTORE_MEMORY_BYTES": "16MiB",
+            "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{free_ports(1)[0]}",
             "AWS_ACCESS_KEY_ID": shared_rgw.access_key,
             "AWS_SECRET_ACCESS_KEY": shared_rgw.secret_key,
         }
@@ -139,7 +141,15 @@ def test_a_healthy_stack_is_all_green(
     told = {name for name in answer.findings if not name.startswith(("limits.", "redis.latency"))}
     assert answer.of("failed") == set(), answer.text
     assert answer.of("warning") & told == set()
-    assert {"service", "service.tiers", "redis", "redis.policy", "redis.rights", "redis.clock"} <= answer.of("ok")
+    assert {
+        "service",
+        "service.tiers",
+        "service.admin",
+        "redis",
+        "redis.policy",
+        "redis.rights",
+        "redis.clock",
+    } <= answer.of("ok")
     assert {"s3", "s3.rights", "s3.conditional_writes", "s3.lifecycle", "s3.clock", "packages"} <= answer.of("ok")
     assert {"directory", "namespaces"} <= answer.of("skipped")
     assert answer.status == 0

@@ -75,6 +75,12 @@ def test_the_administration_can_be_off() -> None:
     assert load_settings({"admin_listen": "off"}).admin_listen is None
 
 
+def test_the_administration_can_speak_tls() -> None:
+    """The grammar of the data port's address, beside the short form."""
+    for text, tls in (("127.0.0.1:70", False), ("tcp://127.0.0.1:70", False), ("tls://127.0.0.1:70", True)):
+        assert load_settings({"admin_listen": text}).admin_listen == TcpAddress("127.0.0.1", 70, tls=tls)
+
+
 def test_unknown_keys_are_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A typing mistake in any source is named, with what was probably meant."""
     with pytest.raises(InvalidRequest, match=r"key in .*kvstore\.toml memry_bytes: did you mean memory_bytes\?"):
@@ -112,7 +118,7 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         {"listen": 7},
         {"listen": "http://host:1"},
         {"admin_listen": "unix:/a"},
-        {"admin_listen": "tls://127.0.0.1:7070"},
+        {"admin_listen": "https://127.0.0.1:7070"},
         {"hot": "s3://bucket"},
         {"cold": "redis://host"},
         {"cold": 3},

@@ -75,7 +75,7 @@ def _local_grant(scope: AsgiScope) -> Grant:
     if not _names_loopback(f"//{host}"):  # a name that leads here for a browser, and is another site's
         raise Refused(403, f"without tokens the host is a loopback address: {hint}", field="host", seen=host)
     origin = headers.get("origin")
-    if origin is not None and origin != f"http://{host}":
+    if origin is not None and origin != f"{scope.get('scheme', 'http')}://{host}":
         raise Refused(403, f"without tokens pages of other sites are refused: {hint}", field="origin", seen=origin)
     return Grant(None, frozenset(Scope), "the service's own user")
 

@@ -20,6 +20,7 @@ from kvstore.settings import Settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.wire.address import TcpAddress
+from kvstore.wire.tls import ServerTls
 
 __all__ = ["AdminPort", "Administered", "admin_port", "check_admin_listen"]
 
@@ -29,12 +30,16 @@ _JOIN_S = 5.0
 _NEEDED = ("fastapi", "uvicorn")
 
 
-def check_admin_listen(address: TcpAddress | None, credentials: Credentials | None) -> None:
-    """Refuse to administer for the whole network without tokens.
+def check_admin_listen(
+    address: TcpAddress | None, credentials: Credentials | None, *, has_certificate: bool = False
+) -> None:
+    """Refuse to administer for the whole network without tokens, and to speak TLS without a certificate.
 
     Raises:
-        InvalidRequest: An address that is not the loopback's, and no credentials.
+        InvalidRequest: An address that is not the loopback's, and no credentials; or one of TLS, and no certificate.
     """
+    if address is not None and address.tls and not has_certificate:
+        raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
     if address is not None and not credentials and not _is_loopback(address.host):
         raise InvalidRequest(
             "an administration interface that others can reach needs tokens: name a credentials_file, or listen on "
@@ -104,7 +109,7 @@ async def _open(service: Administered) -> AdminPort | None:
             address.port,
         )
         return None
-    return AdminPort(sock, service)
+    return AdminPort(sock, service, service.settings.tls() if address.tls else None)
 
 
 def _bind(address: TcpAddress) -> socket.socket:
@@ -130,22 +135,29 @@ class AdminPort:
     Args:
         sock: Bound and listening; owned from now on.
         service: What is administered.
+        tls: What it shows, where it speaks TLS; not shared with the data port, which looks for renewals on its own.
     """
 
-    def __init__(self, sock: socket.socket, service: Administered) -> None:
+    def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None = None) -> None:
         self._sock = sock
         self._service = service
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._loop.add_reader(sock.fileno(), self._start)
-        _log.info("administration address=http://%s", self.address)
+        _log.info("administration address=%s", self.url)
 
     @property
     def address(self) -> str:
         """`host:port`; a port 0 has become the real one."""
         host, port = self._sock.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, or `https://`."""
+        return f"{'http' if self._tls is None else 'https'}://{self.address}"
 
     @property
     def is_started(self) -> bool:
@@ -162,7 +174,7 @@ class AdminPort:
         try:
             from kvstore.service.admin.serving import serve_admin
 
-            serve_admin(self._sock, self._loop, self._stop, self._service)
+            serve_admin(self._sock, self._loop, self._stop, self._service, self._tls)
         except Exception:  # noqa: BLE001 - a thread's top: the data path goes on
             _log.exception("the administration interface has ended, the service goes on without field=admin_listen")
             self._sock.close()

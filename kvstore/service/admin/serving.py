@@ -6,9 +6,11 @@ import asyncio
 import socket
 import threading
 from dataclasses import replace
+from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.runtime.background import Background
 from kvstore.service.admin.access import Access
@@ -18,6 +20,7 @@ from kvstore.service.admin.catalog_access import CatalogAccess
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.port import Administered
 from kvstore.store.encrypted import EncryptedStore
+from kvstore.wire.tls import ServerTls
 
 __all__ = ["serve_admin"]
 
@@ -32,6 +35,7 @@ def serve_admin(
     data_loop: asyncio.AbstractEventLoop,
     stop: threading.Event,
     service: Administered,
+    tls: ServerTls | None = None,
 ) -> None:
     """Serve on a loop of this thread's own until `stop`.
 
@@ -40,12 +44,15 @@ def serve_admin(
         data_loop: Where the store lives.
         stop: Ends it, some tenths of a second later.
         service: What is administered.
+        tls: What is shown to peers; `None`: plain HTTP. This thread's own.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(sock, Bridge(data_loop), stop, service))
+        runner.run(_serve(sock, Bridge(data_loop), stop, service, tls))
 
 
-async def _serve(sock: socket.socket, bridge: Bridge, stop: threading.Event, service: Administered) -> None:
+async def _serve(
+    sock: socket.socket, bridge: Bridge, stop: threading.Event, service: Administered, tls: ServerTls | None
+) -> None:
     operations = service.store.operations
     catalog = CatalogAccess(service.settings, bridge, operations)
     context = AdminContext(bridge, catalog, operations, service.server.describe)
@@ -53,7 +60,7 @@ async def _serve(sock: socket.socket, bridge: Bridge, stop: threading.Event, ser
         context = replace(context, generations=service.store.generations)
     config = uvicorn.Config(
         make_app(context, Access(service.credentials)),
-        http="h11",
+        http=_protocol(tls),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -65,6 +72,8 @@ async def _serve(sock: socket.socket, bridge: Bridge, stop: threading.Event, ser
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_HEAD_BYTES_MAX,
     )
+    config.load()
+    config.ssl = tls.context if tls is not None else None  # ours: it takes up renewed certificates
     http = uvicorn.Server(config)
     background = Background("administration")
     background.spawn(_stop_with(stop, http), "stop")
@@ -73,6 +82,21 @@ async def _serve(sock: socket.socket, bridge: Bridge, stop: threading.Event, ser
     finally:
         await background.aclose()
         await catalog.aclose()
+
+
+def _protocol(tls: ServerTls | None) -> type[H11Protocol]:
+    if tls is None:
+        return H11Protocol
+    refresh = tls.refresh
+
+    class TlsProtocol(H11Protocol):
+        """Made for each peer, before it is shown anything."""
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            refresh()
+            super().__init__(*args, **more)
+
+    return TlsProtocol
 
 
 async def _stop_with(stop: threading.Event, http: uvicorn.Server) -> None:

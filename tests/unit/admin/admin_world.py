@@ -102,7 +102,7 @@ async def world(folder: Path, *, with_tokens: bool = True, **flags: object) -> A
             await server.listen([parse_address(str(settings.listen))])
             async with admin_port(Administered(settings, credentials, store, server)) as port:
                 assert port is not None
-                yield World(store, server, port, f"http://{port.address}", path)
+                yield World(store, server, port, port.url, path)
         finally:
             await server.aclose()
 

@@ -82,6 +82,10 @@ def test_others_need_tokens(host: str) -> None:
         check_admin_listen(TcpAddress(host, 7070), None)
     check_admin_listen(TcpAddress(host, 7070), Credentials({"0" * 64: "red"}))
     check_admin_listen(None, None)
+    loopback = TcpAddress("127.0.0.1", 7070, tls=True)
+    with pytest.raises(InvalidRequest, match="field=tls_certificate_file"):
+        check_admin_listen(loopback, None)
+    check_admin_listen(loopback, None, has_certificate=True)
 
 
 async def asked(made: World) -> None:
