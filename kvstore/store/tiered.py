@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 
 import kvstore
@@ -28,6 +27,7 @@ from kvstore.store.admission import check_key, check_sizes
 from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.explaining import Explainer
+from kvstore.store.lease_sweep import LeaseSweep
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.manifests import Manifests
@@ -46,7 +46,6 @@ from kvstore.tiers.memory import MemoryTier
 
 __all__ = ["TieredStore"]
 
-_SWEEP_S = 1.0
 _ANSWER_S = 0.01
 """Kept back from a deadline for the answer itself: what has arrived is returned, not lost to a late reply."""
 
@@ -153,7 +152,7 @@ class TieredStore(PageStore):
             clock=clock,
             on_cold_hit=self._saver.promote_to_hot,
         )
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweep = LeaseSweep(self._leases, self._background, self.meters)
         self._closed = False
 
     @property
@@ -224,7 +223,7 @@ class TieredStore(PageStore):
         self.meters.add("stages")
         if self._is_retired(query.namespace):
             return Staged(None, query.local_tokens, cut="weights_retired")
-        if self._has_no_lease():
+        if self._sweep.is_full():
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
         # a tier that hangs while it is asked is as stalled as one that hangs while it is read
@@ -237,21 +236,14 @@ class TieredStore(PageStore):
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens, cut=holding.cut)
-        if self._has_no_lease():  # other stages ended while this one ran
+        if self._sweep.is_full():  # other stages ended while this one ran
             self._promotion.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
         return self._lease(holding, owner)
 
-    def _has_no_lease(self) -> bool:
-        """Whether a stage must be refused, counted."""
-        self._leases.sweep()
-        if self._leases.full:
-            self.meters.add("stage_refused", reason="leases")
-        return self._leases.full
-
     def _lease(self, holding: Holding, owner: str) -> Staged:
         lease = self._leases.grant(holding.pins, owner)
-        self._keep_sweeping()
+        self._sweep.go_on()
         self.meters.add("leases_granted")
         self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
@@ -392,17 +384,6 @@ class TieredStore(PageStore):
         if layout is None:
             raise InvalidRequest("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
         return layout
-
-    def _keep_sweeping(self) -> None:
-        if self._sweeper is None or self._sweeper.done():
-            with suppress(Closed):
-                self._sweeper = self._background.spawn(self._sweep(), "lease sweep")
-
-    async def _sweep(self) -> None:
-        """End expired leases while there are any: the bytes they pin are needed whether or not somebody asks."""
-        while len(self._leases):
-            await asyncio.sleep(min(_SWEEP_S, self.limits.lease_s))
-            self.meters.add("leases_expired", self._leases.sweep())
 
 
 def _leave_time(deadline: Deadline) -> Deadline:

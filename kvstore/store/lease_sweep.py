@@ -1,0 +1,49 @@
+"""Ends leases whose time has passed, also when nobody asks: the bytes that they pin are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from kvstore.errors import Closed
+from kvstore.runtime.background import Background
+from kvstore.runtime.meters import Meters
+from kvstore.store.leases import LeaseTable
+
+__all__ = ["LeaseSweep"]
+
+_SWEEP_S = 1.0
+
+
+class LeaseSweep:
+    """Looks at a table now and then while it has leases.
+
+    Args:
+        leases: The table.
+        background: Where the looking happens; after its end nothing is looked at.
+        meters: Counts `leases_expired`, `stage_refused{reason="leases"}`.
+    """
+
+    def __init__(self, leases: LeaseTable, background: Background, meters: Meters) -> None:
+        self._leases = leases
+        self._background = background
+        self._meters = meters
+        self._task: asyncio.Task[None] | None = None
+
+    def is_full(self) -> bool:
+        """Whether a stage must be refused, counted."""
+        self._leases.sweep()
+        if self._leases.full:
+            self._meters.add("stage_refused", reason="leases")
+        return self._leases.full
+
+    def go_on(self) -> None:
+        """A lease was granted."""
+        if self._task is None or self._task.done():
+            with suppress(Closed):
+                self._task = self._background.spawn(self._run(), "lease sweep")
+
+    async def _run(self) -> None:
+        while len(self._leases):
+            await asyncio.sleep(min(_SWEEP_S, self._leases.lease_s))
+            self._meters.add("leases_expired", self._leases.sweep())
