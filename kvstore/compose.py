@@ -16,6 +16,7 @@ from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import Events
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings
 from kvstore.store.catalog_keeper import CatalogKeeper
@@ -42,7 +43,7 @@ _WARM_BYTES = 256 << 20
 
 @asynccontextmanager
 async def open_store(
-    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, meters: Meters | None = None
+    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, meters: Meters | None = None, events: Events | None = None
 ) -> AsyncIterator[TieredStore]:
     """Open the tiers that the settings name and the store over them; close them again, the store first.
 
@@ -54,13 +55,18 @@ async def open_store(
         Unavailable: The directory of the cold tier, or a file in it, cannot be used.
     """
     meters = meters if meters is not None else Meters()
+    events = events if events is not None else Events(clock)
     async with AsyncExitStack() as stack:
         arena_bytes = settings.memory_bytes * 9 // 8 + _ARENA_SPARE_BYTES
         arena = Arena.open(arena_bytes, ahead_bytes=min(_WARM_BYTES, settings.memory_bytes))
         memory = MemoryTier(settings.memory_bytes, arena=arena)
         stack.push_async_callback(memory.aclose)
-        hot = await _guarded(await _open_hot(settings.hot, settings), settings.hot, stack, meters, clock)
-        cold = await _guarded(await _open_cold(settings.cold, settings, meters), settings.cold, stack, meters, clock)
+        hot = await _guarded(
+            await _open_hot(settings.hot, settings), settings.hot, stack, clock, meters=meters, events=events
+        )
+        cold = await _guarded(
+            await _open_cold(settings.cold, settings, meters), settings.cold, stack, clock, meters=meters, events=events
+        )
         pending = await _open_pending(settings, stack, clock)
         recorder = await _open_recorder(settings, stack, meters, clock)
         if recorder is not None:
@@ -80,6 +86,7 @@ async def open_store(
             admission=bounds.admission,
             orders=orders,
             meters=meters,
+            events=events,
             limits=store_limits(settings),
             clock=clock,
         )
@@ -128,12 +135,12 @@ def store_limits(settings: Settings) -> StoreLimits:
 
 
 async def _guarded(
-    tier: Tier | None, setting: object, stack: AsyncExitStack, meters: Meters, clock: Clock
+    tier: Tier | None, setting: object, stack: AsyncExitStack, clock: Clock, *, meters: Meters, events: Events
 ) -> Tier | None:
     """Put the guard around a tier that was just opened, and see whether it answers."""
     if tier is None:
         return None
-    guarded = GuardedTier(tier, meters=meters, clock=clock)
+    guarded = GuardedTier(tier, meters=meters, clock=clock, events=events)
     stack.push_async_callback(guarded.aclose)
     await _look_at(tier, setting, clock)
     return guarded

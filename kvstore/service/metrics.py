@@ -45,6 +45,8 @@ COUNTERS = {
     "pending_finished": "write-backs of other services that were finished here",
     "pending_left": "pending entries left for other services",
     "quarantine_failures": "bad records that a tier could not put aside",
+    "request_tokens": "tokens of prompts that engines told of: of the prompt, held by the engine, resumed from here",
+    "requests": "requests that engines told of, by how far they were resumed and why no further",
     "retention_boundaries": "boundaries that retention removed",
     "retention_bytes": "bytes that retention removed",
     "retention_failures": "rounds and deletions of retention that failed",

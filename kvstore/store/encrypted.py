@@ -58,6 +58,7 @@ class EncryptedStore(PageStore):
     def __init__(self, inner: TieredStore, keys: KeySource) -> None:
         self.inner = inner
         self.meters = inner.meters
+        self.events = inner.events
         self._keys = keys
         self._ledger = KeyLedger(inner.slower)
         self._tenants: dict[NamespaceId, str] = {}

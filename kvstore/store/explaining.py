@@ -13,10 +13,11 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
 from kvstore.store.absence import Absence, AbsenceFinder
 from kvstore.store.reasons import REASONS, UNKNOWN
 
-__all__ = ["Explainer"]
+__all__ = ["Explainer", "ToldOutcome", "result_of"]
 
 _KEPT = 2048
 """Outcomes of each tenant, the latest ones: nobody's requests push out another's."""
@@ -27,10 +28,18 @@ _TOLD_WITHIN_S = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class ToldOutcome:
+    """An outcome as it was told.
+
+    Attributes:
+        outcome: What became of a request.
+        at_ms: When, since the Unix epoch.
+        number: In the order of telling.
+    """
+
     outcome: Outcome
     at_ms: int
-    number: int  # in the order of telling
+    number: int
 
 
 class Explainer:
@@ -39,6 +48,7 @@ class Explainer:
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
         clock: For the time of day.
+        meters: Where to count: `requests{result,reason} request_tokens{part}`.
         hides: Whether the weights of a namespace are retired.
     """
 
@@ -46,23 +56,34 @@ class Explainer:
         self,
         absence: AbsenceFinder | None,
         clock: Clock,
+        meters: Meters,
         hides: Callable[[NamespaceId], bool] = lambda namespace: False,
     ) -> None:
         self._absence = absence
         self._hides = hides
         self._clock = clock
-        self._told: dict[str, OrderedDict[str, _Told]] = {}  # by tenant, by request
+        self._meters = meters
+        self._told: dict[str, OrderedDict[str, ToldOutcome]] = {}  # by tenant, by request
         self._numbers = count()
 
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place."""
         told = self._told.setdefault(outcome.tenant, OrderedDict())
         told.pop(outcome.request, None)
-        told[outcome.request] = _Told(outcome, self._clock.wall_ms(), next(self._numbers))
+        told[outcome.request] = ToldOutcome(outcome, self._clock.wall_ms(), next(self._numbers))
         if len(told) > _KEPT:
             told.popitem(last=False)
+        self._count(outcome)
 
-    def _latest(self, tenant: str | None) -> list[_Told]:
+    def _count(self, outcome: Outcome) -> None:
+        reason = outcome.reason if outcome.reason in REASONS else "other"  # words of a newer engine are no new meters
+        local = min(outcome.local_tokens, outcome.resume_tokens)
+        self._meters.add("requests", result=result_of(outcome), reason=reason)
+        self._meters.add("request_tokens", outcome.prompt_tokens, part="prompt")
+        self._meters.add("request_tokens", local, part="local")
+        self._meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
+
+    def latest(self, tenant: str | None) -> list[ToldOutcome]:
         """What was told of a tenant's requests, or of everybody's, newest first."""
         tenants = self._told if tenant is None else (tenant,)
         told = [one for name in tenants for one in self._told.get(name, {}).values()]
@@ -71,7 +92,7 @@ class Explainer:
     async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
         """As `PageStore.explain`."""
         if not request:
-            return {"requests": [_summary(told) for told in self._latest(tenant)[:_LISTED]]}
+            return {"requests": [_summary(told) for told in self.latest(tenant)[:_LISTED]]}
         told = self._find(request, tenant)
         outcome = told.outcome
         found = Absence(outcome.reason)
@@ -95,8 +116,8 @@ class Explainer:
             "detail": {**outcome.detail, **found.detail},
         }
 
-    def _find(self, request: str, tenant: str | None) -> _Told:
-        mine = self._latest(tenant)
+    def _find(self, request: str, tenant: str | None) -> ToldOutcome:
+        mine = self.latest(tenant)
         exact = [told for told in mine if told.outcome.request == request]
         found = exact or [told for told in mine if told.outcome.request.startswith(request)]
         if not found:
@@ -106,7 +127,7 @@ class Explainer:
             raise InvalidRequest("several requests start like that", field="request", seen=request, requests=names)
         return found[0]
 
-    async def _look(self, told: _Told, tenant: str | None, deadline: Deadline) -> Absence:
+    async def _look(self, told: ToldOutcome, tenant: str | None, deadline: Deadline) -> Absence:
         outcome = told.outcome
         assert outcome.stop is not None
         if self._absence is None or outcome.namespace is None:
@@ -125,12 +146,12 @@ class Explainer:
             return self._apart(told, tenant) or found
         return found
 
-    def _apart(self, told: _Told, tenant: str | None) -> Absence | None:
+    def _apart(self, told: ToldOutcome, tenant: str | None) -> Absence | None:
         """Whether the same tokens were asked for before in a way that keeps them apart from this request's."""
         mine = told.outcome
         if not mine.content:
             return None
-        for other in self._latest(tenant):
+        for other in self.latest(tenant):
             its = other.outcome
             if other.number >= told.number or its.content != mine.content:
                 continue
@@ -141,7 +162,7 @@ class Explainer:
         return None
 
 
-def _summary(told: _Told) -> dict[str, object]:
+def _summary(told: ToldOutcome) -> dict[str, object]:
     outcome = told.outcome
     return {
         "request": outcome.request,
@@ -149,12 +170,13 @@ def _summary(told: _Told) -> dict[str, object]:
         "at": datetime.fromtimestamp(told.at_ms / 1000, UTC).isoformat(timespec="milliseconds"),
         "prompt_tokens": outcome.prompt_tokens,
         "resume_tokens": outcome.resume_tokens,
-        "result": _result(outcome),
+        "result": result_of(outcome),
         "reason": outcome.reason,
     }
 
 
-def _result(outcome: Outcome) -> str:
+def result_of(outcome: Outcome) -> str:
+    """`hit`, `part`, `miss` or `local`, as docs/explain.md tells them apart."""
     if outcome.resume_tokens <= outcome.local_tokens:
         return "local" if outcome.local_tokens and outcome.reason == "held_by_engine" else "miss"
     return "hit" if outcome.resume_tokens >= outcome.cap_tokens else "part"

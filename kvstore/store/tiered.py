@@ -20,6 +20,7 @@ from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import Events
 from kvstore.runtime.meters import Meters
 from kvstore.store.absence import AbsenceFinder
 from kvstore.store.absent import AbsentKeys
@@ -66,6 +67,7 @@ class TieredStore(PageStore):
         admission: Told of every lookup; which saves that wait for memory alone the cold tier gets. `None`: all.
         orders: Which weights are retired: nothing of theirs is there. `None`: none.
         meters: Where to count.
+        events: What happened lately; told by whoever made the tiers.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         clock: For leases, pauses and deadlines of the store's own.
 
@@ -85,10 +87,12 @@ class TieredStore(PageStore):
         admission: ColdAdmission | None = None,
         orders: StandingOrders | None = None,
         meters: Meters | None = None,
+        events: Events | None = None,
         limits: StoreLimits | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.meters = meters if meters is not None else Meters()
+        self.events = events if events is not None else Events(clock)
         self.limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
         check_sizes(self.limits.stage_bytes, memory.limit_bytes)
         self._memory = memory
@@ -118,7 +122,7 @@ class TieredStore(PageStore):
         )
         absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
         self._orders = orders
-        self._explainer = Explainer(absence, clock, self._is_retired)
+        self._explainer = Explainer(absence, clock, self.meters, self._is_retired)
         self.operations = StoreOperations(
             memory,
             hot,
@@ -126,6 +130,7 @@ class TieredStore(PageStore):
             manifests=self._manifests,
             explainer=self._explainer,
             saver=self._saver,
+            catalog=recorder.catalog if recorder is not None else None,
             meters=self.meters,
             orders=orders,
         )

@@ -55,6 +55,7 @@ async def test_made_up_requests_are_answered_as_described(
     monkeypatch.setattr(AdminContext, "soon", lambda self, seconds=0.0: Deadline.after(60))  # on a slow machine too
     for name in ("health", "metrics", "tiers"):
         monkeypatch.setattr(f"kvstore.service.admin.{name}._ANSWER_S", 60.0)
+    monkeypatch.setattr("kvstore.service.admin.events._FOLLOW_S", 0.5)
     hot = f"redis://{shared_redis.host}:{shared_redis.port}"
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
@@ -62,7 +63,7 @@ async def test_made_up_requests_are_answered_as_described(
         prompts = [await made.save(Prompt(ATTENTION, "a", 64 * 6, model=f"m{i}", tenant="red")) for i in range(2)]
         asked = await asyncio.to_thread(ask_all, made, prompts)
     print(f"{sum(asked.values())} requests: {asked}")
-    assert len(asked) == 16
+    assert len(asked) == 18
     assert sum(asked.values()) > 3 * len(asked)
 
 

@@ -11,15 +11,22 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import Scope as AsgiScope
 
+from kvstore.service.admin.dashboard_files import is_dashboard
 from kvstore.service.admin.failures import FailureLimit
 from kvstore.service.admin.local_user import is_own_user
 from kvstore.service.admin.problems import Refused
 from kvstore.service.credentials import Credentials, Grant, Scope
 
-__all__ = ["OPEN_PATHS", "Access", "Administrator", "Operator", "Reader"]
+__all__ = ["OPEN_PATHS", "Access", "Administrator", "Operator", "Reader", "is_open"]
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 """Asked without a token, by whoever supervises the process; they tell nothing of what is stored."""
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is answered to anybody: health, and the files of the dashboard."""
+    return path in OPEN_PATHS or is_dashboard(path)
+
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvstore"'}
 _TOKEN_CHARS_MAX = 4096

@@ -8,7 +8,20 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 import kvstore
-from kvstore.service.admin import health, lookup, metrics, namespaces, pins, prefixes, requests, tiers
+from kvstore.runtime.events import Events
+from kvstore.service.admin import (
+    dashboard_files,
+    events,
+    health,
+    history,
+    lookup,
+    metrics,
+    namespaces,
+    pins,
+    prefixes,
+    requests,
+    tiers,
+)
 from kvstore.service.admin.access import Access, Reader
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.gate import Gate
@@ -22,19 +35,20 @@ _DESCRIPTION = (
     "Looks at and operates a kvstore service. Refusals are `application/problem+json`; times are seconds since the "
     "Unix epoch; a token sees, counts and touches what belongs to its tenant, an operator's all. See docs/admin.md."
 )
-_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers)
+_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers, history, events)
 
 
-def make_app(context: AdminContext, access: Access) -> FastAPI:
+def make_app(context: AdminContext, access: Access, told: Events) -> FastAPI:
     """The application, for one server.
 
     Args:
         context: What the routes work with.
         access: Who may ask.
+        told: Of what was changed.
     """
     app = make_routes()
     app.state.admin = context
-    app.add_middleware(Gate, access=access)
+    app.add_middleware(Gate, access=access, events=told)
     return app
 
 
@@ -54,6 +68,7 @@ def make_routes() -> FastAPI:
     handle_problems(app)
     app.include_router(health.router)
     app.include_router(metrics.router)
+    app.include_router(dashboard_files.router)
     for resource in _RESOURCES:
         app.include_router(resource.router, prefix="/v1")
     app.include_router(_own, prefix="/v1")

@@ -11,8 +11,11 @@ from fastapi import Depends, Request
 
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import Events
 from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
+from kvstore.service.admin.followers import Followers
+from kvstore.service.history import History
 from kvstore.store.key_ring import Generation
 from kvstore.store.operations import StoreOperations
 
@@ -36,17 +39,25 @@ class AdminContext:
         operations: What may be asked on the data loop.
         describe: What the data port tells of itself; safe from any thread.
         generations: Under which names a tenant's records stand, the current ones first; safe from any thread.
+        events: What happened lately; safe from any thread.
+        history: What was counted lately; safe from any thread.
+        is_stopping: Whether long answers should end; safe from any thread.
         clock: For deadlines and expiry.
         walks: Turns of those who walk over many entries.
+        followers: Who follows the events.
     """
 
     bridge: Bridge
     catalog: CatalogAccess
     operations: StoreOperations
     describe: Callable[[], Mapping[str, object]]
+    events: Events
+    history: History
+    is_stopping: Callable[[], bool]
     generations: Callable[[str], Sequence[Generation]] = _plain_only
     clock: Clock = SYSTEM_CLOCK
     walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
+    followers: Followers = field(default_factory=Followers)
 
     def soon(self, seconds: float = _CALL_S) -> Deadline:
         """When a call gives up."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstore.service.admin.access import OPEN_PATHS, Access
+from kvstore.runtime.events import EventKind, Events
+from kvstore.service.admin.access import Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 
 __all__ = ["BODY_BYTES_MAX", "Gate"]
@@ -19,6 +21,14 @@ BODY_BYTES_MAX = 4 << 20
 _audit = logging.getLogger("kvstore.audit")
 
 _LOOKS = ("GET", "HEAD", "OPTIONS")
+_NAMESPACE = re.compile("/([0-9a-f]{32})(?:/|$)")
+_DONE = {
+    "DELETE /v1/prefixes/": "a prefix was deleted",
+    "DELETE /v1/namespaces/": "a namespace was deleted, but for what pins protect",
+    "POST /v1/pins": "a prefix was pinned",
+    "DELETE /v1/pins/": "a pin was removed",
+}
+"""What a change is called among the events; others by their method and path."""
 _ASKS = ("/v1/lookup",)
 """Sent as POST because a prompt is too long for an address; changes nothing."""
 
@@ -29,11 +39,13 @@ class Gate:
     Args:
         app: What is behind.
         access: Who may come in.
+        events: Told of what was changed.
     """
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, events: Events) -> None:
         self._app = app
         self._access = access
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,7 +61,7 @@ class Gate:
 
         try:
             try:
-                if scope["path"] not in OPEN_PATHS:
+                if not is_open(scope["path"]):
                     state["grant"] = self._access.admit(scope)
                 receive = _limited(scope, receive)
             except Refused as refused:
@@ -59,6 +71,21 @@ class Gate:
         finally:
             if scope["method"] not in _LOOKS and scope["path"] not in _ASKS:
                 _tell(scope, state, status)
+                self._tell_event(scope, state, status)
+
+    def _tell_event(self, scope: Scope, state: dict[str, Any], status: int) -> None:
+        audit, grant = state.get("audit", {}), state.get("grant")
+        if status >= 400 or grant is None or audit.get("dry_run"):
+            return
+        done = next(
+            (words for start, words in _DONE.items() if f"{scope['method']} {scope['path']}".startswith(start)), ""
+        )
+        about = _NAMESPACE.search(scope["path"])
+        namespace = about[1] if about is not None else str(audit.get("namespace", ""))
+        detail = {name: value for name, value in audit.items() if isinstance(value, int | str) and name != "namespace"}
+        detail |= {"who": grant.name, "what": f"{scope['method']} {scope['path']}"}
+        text = done or f"{scope['method']} {scope['path']}"
+        self._events.tell(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:

@@ -10,12 +10,16 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+import kvstore
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.events import EventKind
 from kvstore.service.credentials import Credentials
+from kvstore.service.history import History
 from kvstore.service.server import Server
+from kvstore.service.watching import Watcher
 from kvstore.settings import Settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
@@ -65,12 +69,14 @@ class Administered:
         credentials: Whose token is good for what; `None`: whoever is the service's own user may do all.
         store: Lives on the data loop.
         server: The data port.
+        history: What was counted lately.
     """
 
     settings: Settings
     credentials: Credentials | None
     store: TieredStore | EncryptedStore
     server: Server
+    history: History = field(default_factory=History)
 
 
 @asynccontextmanager
@@ -109,7 +115,20 @@ async def _open(service: Administered) -> AdminPort | None:
             address.port,
         )
         return None
+    _tell_start(service)
     return AdminPort(sock, service, service.settings.tls() if address.tls else None)
+
+
+def _tell_start(service: Administered) -> None:
+    settings = service.settings
+    set_here = sorted(settings.model_fields_set)
+    detail: dict[str, str | int | float] = {
+        "hot": str(settings.hot),
+        "cold": str(settings.cold),
+        "memory_bytes": settings.memory_bytes,
+    }
+    detail |= {"release": kvstore.__version__, "settings": ", ".join(set_here)}
+    service.store.events.tell(EventKind.STARTED, "the service started", is_public=True, detail=detail)
 
 
 def _bind(address: TcpAddress) -> socket.socket:
@@ -145,6 +164,8 @@ class AdminPort:
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._watcher = Watcher(service.store, service.history, service.store.events)
+        self._watcher.start()
         self._loop.add_reader(sock.fileno(), self._start)
         _log.info("administration address=%s", self.url)
 
@@ -182,6 +203,7 @@ class AdminPort:
     async def aclose(self) -> None:
         """Answer what was asked, for a moment, and end. Idempotent."""
         self._stop.set()
+        await self._watcher.aclose()
         if self._thread is None:
             if self._sock.fileno() >= 0:
                 self._loop.remove_reader(self._sock.fileno())

@@ -55,11 +55,13 @@ async def _serve(
 ) -> None:
     operations = service.store.operations
     catalog = CatalogAccess(service.settings, bridge, operations)
-    context = AdminContext(bridge, catalog, operations, service.server.describe)
+    context = AdminContext(
+        bridge, catalog, operations, service.server.describe, service.store.events, service.history, stop.is_set
+    )
     if isinstance(service.store, EncryptedStore):
         context = replace(context, generations=service.store.generations)
     config = uvicorn.Config(
-        make_app(context, Access(service.credentials)),
+        make_app(context, Access(service.credentials), service.store.events),
         http=_protocol(tls),
         ws="none",
         lifespan="off",

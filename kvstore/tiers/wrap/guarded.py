@@ -13,6 +13,7 @@ from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, Prefi
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.wrap.breaker import Breaker
@@ -34,6 +35,7 @@ class GuardedTier(Tier):
         breaker: When to stop asking; a default one if `None`.
         calls_max: Calls at a time; one more is refused, so that a slow tier does not collect the whole node's requests.
         clock: For the length of calls.
+        events: Told when the tier is left alone, when it is back, and of each record that is put aside.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class GuardedTier(Tier):
         breaker: Breaker | None = None,
         calls_max: int = 1024,
         clock: Clock = SYSTEM_CLOCK,
+        events: Events | None = None,
     ) -> None:
         self.name = inner.name
         self.inner = inner
@@ -54,6 +57,7 @@ class GuardedTier(Tier):
         self._calls_max = calls_max
         self._num_calls = 0
         self._clock = clock
+        self._events = events if events is not None else Events(clock)
         self._background = Background(f"guard of tier {inner.name}")
         self._closed = False
 
@@ -145,6 +149,15 @@ class GuardedTier(Tier):
         await self.inner.aclose()
 
     def _put_aside(self, key: RecordKey, reason: str) -> None:
+        about: dict[str, str | int | float] = {
+            "tier": self.name,
+            "prefix": key.prefix.hex(),
+            "group": key.group,
+            "slice": key.slice,
+            "reason": reason,
+        }
+        text = f"a record in {self.name} was put aside, and not served: {reason}"
+        self._events.tell(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail=about)
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
 
@@ -195,6 +208,8 @@ class GuardedTier(Tier):
             return
         self._meters.set("tier_open", 1, tier=self.name)
         _log.warning("tier %s is off, requests go on without it: %s", self.name, why)
+        text = f"tier {self.name} is off, requests go on without it"
+        self._events.tell(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": why})
         self._background.spawn(self._probe_until_closed(), "probe")
 
     async def _probe_until_closed(self) -> None:
@@ -208,7 +223,12 @@ class GuardedTier(Tier):
             else:
                 self._breaker.probe_succeeded()
         self._meters.set("tier_open", 0, tier=self.name)
-        _log.info("tier %s is back after %.1f s", self.name, self._clock.monotonic_s() - opened_s)
+        away_s = self._clock.monotonic_s() - opened_s
+        _log.info("tier %s is back after %.1f s", self.name, away_s)
+        text = f"tier {self.name} is back after {away_s:.1f} s"
+        self._events.tell(
+            EventKind.TIER_BACK, text, is_public=True, detail={"tier": self.name, "away_s": round(away_s, 1)}
+        )
 
     def _count(self, what: str, amount: int = 1) -> None:
         self._meters.add(f"tier_{what}", amount, tier=self.name)

@@ -13,7 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from kvstore.api import Outcome
-from kvstore.service.admin.access import OPEN_PATHS
+from kvstore.service.admin.access import is_open
 from kvstore.service.admin.app import make_routes
 from kvstore.testing.prompts import Prompt
 from tests.unit.admin.admin_world import TOKENS, World, prompt_of, world, write_credentials
@@ -21,7 +21,7 @@ from tests.unit.admin.admin_world import TOKENS, World, prompt_of, world, write_
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
 ASKS = ("/v1/lookup",)
-OWN_ONLY = ("/v1/namespaces", "/v1/requests", "/v1/tiers", "/v1/openapi.json")
+OWN_ONLY = ("/v1/namespaces", "/v1/requests", "/v1/tiers", "/v1/history", "/v1/events", "/v1/openapi.json")
 """Answered to every tenant, each about its own things; the last one is the same for all."""
 
 
@@ -55,13 +55,15 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
 async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> httpx.Response:
     """A right request about a prompt of red's, that would delete where it can."""
     namespace, prefix = of.namespace.hex(), of.boundary(320).prefix.hex()
-    filled = path.format(namespace=namespace, prefix=prefix)
+    filled = path.format(namespace=namespace, prefix=prefix, name="app.js")
     query: dict[str, str] = {}
     body: dict[str, object] | None = None
     if method == "DELETE" and not path.startswith("/v1/pins"):
         query["confirm"] = "true"
     if method == "GET" and path in ("/v1/prefixes", "/v1/pins"):
         query["namespace"] = namespace
+    if path == "/v1/events":
+        query["follow"] = "false"
     if path == "/v1/requests/explain":
         query["request"] = "asked by red"
     if method == "POST":
@@ -96,7 +98,7 @@ async def test_every_route_refuses_who_may_not(
         stranger, reader, tenant, blue = [await stack.enter_async_context(made.client(name)) for name in names]
         for number, (method, path) in enumerate(routes(), 1):
             refused = await ask(stranger, method, path, red)
-            if path in OPEN_PATHS:
+            if is_open(path):
                 assert refused.status_code == 200 and not any(secret in refused.text for secret in secrets)
                 lines.append(f"{method + ' ' + path:44} {'open':>9}")
                 continue

@@ -1,0 +1,62 @@
+// Is it working: hits and bytes over time, and what is wrong now.
+
+import { badge, bytes, count, h, share, sum } from "./dom.js";
+import { item } from "./events.js";
+import { graph } from "./graphs.js";
+
+export async function view({ ask, query, signal }) {
+  const hours = query.get("hours") ?? "1";
+  const [history, tiers, events] = await Promise.all([
+    ask("/v1/history", { query: { hours } }), ask("/v1/tiers"), ask("/v1/events", { query: { follow: "false", limit: 6 } }),
+  ]);
+  signal.throwIfAborted();
+  return [title(hours), tiles(history, tiers), h("div", { class: "pair" }, ratios(history), held(history)), recent(events)];
+}
+
+export function span(hours, view) {
+  return h("label", {}, "Last", h("select", { value: hours, "data-key": "hours", onchange: (event) => { location.hash = `#${view}?hours=${event.target.value}`; } },
+    ["1", "3", "6"].map((one) => h("option", { value: one, selected: one === hours }, one === "1" ? "hour" : `${one} hours`))));
+}
+
+function title(hours) {
+  return h("div", { class: "title" }, h("h1", {}, "Overview"), h("div", { class: "controls" }, span(hours, "overview")));
+}
+
+function tile(number, label, extra) {
+  return h("div", { class: "card tile" }, h("p", { class: "number" }, number), h("p", { class: "label" }, label), extra);
+}
+
+function tiles(history, { tiers }) {
+  const { tokens, requests, lookups } = history;
+  const asked = sum(Object.values(requests).flat());
+  const own = tiers.map((tier) => [tier, tier.own?.num_bytes ?? tier.usage?.used_bytes]);
+  const kept = own.filter(([tier]) => tier.level !== "memory").map(([, held]) => held ?? 0);
+  const sick = tiers.filter((tier) => !tier.healthy);
+  return h("div", { class: "tiles" },
+    tile(share(sum(tokens.resumed), sum(tokens.prompt)), "of prompt tokens restored from here"),
+    tile(lookups ? share(sum(lookups.hits), sum(lookups.all)) : share(sum(requests.hit) + sum(requests.part), asked), lookups ? "of lookups found something" : "of requests were resumed"),
+    tile(count(lookups ? sum(lookups.all) : asked), lookups ? "lookups" : "requests"),
+    tile(bytes(sum(kept)), "kept in the slower tiers"),
+    tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers are away" : `${tiers.length} tiers`,
+      sick.length ? badge(sick.map((tier) => tier.name).join(", "), "bad") : null));
+}
+
+function ratios({ at_s: at, tokens, lookups }) {
+  const ratio = (parts, wholes) => parts.map((part, step) => (wholes[step] ? 100 * part / wholes[step] : null));
+  const series = [{ label: "prompt tokens restored", values: ratio(tokens.resumed, tokens.prompt) }];
+  if (lookups) series.push({ label: "lookups with a hit", values: ratio(lookups.hits, lookups.all) });
+  return graph("Hit ratio", { at, series, max: 100, write: (value) => `${Math.round(value)} %`, empty: "No engine has asked in this time." });
+}
+
+function held({ at_s: at, tier_bytes: tiers, of }) {
+  const series = Object.entries(tiers).map(([label, values]) => ({ label, values, stack: "bytes" }));
+  const empty = of === "tenant" ? "Over time it is told to operators only; see Tenants for what you hold now." : "The first look is ten seconds after the start.";
+  return graph("Bytes by tier", { at, series, write: bytes, empty });
+}
+
+function recent({ events }) {
+  const list = events.length
+    ? h("ul", { class: "events" }, events.map(item))
+    : h("p", { class: "quiet" }, "Nothing has happened since the service started.");
+  return h("section", { class: "card" }, h("h2", {}, "Recent events"), list, h("p", { class: "small" }, h("a", { href: "#events" }, "All events")));
+}

@@ -1,0 +1,64 @@
+// Who holds what: tenants, and the namespaces that keep their pages apart.
+
+import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
+import { confirmDelete } from "./changes.js";
+import { bytes, count, dialog, facts, h, placeholder, share, short, sum, table } from "./dom.js";
+
+const largest = (held) => Math.max(0, ...Object.values(held).map((one) => one.num_bytes));
+const LISTED_MAX = 1000;
+
+export async function view({ ask, signal, refresh }) {
+  const listed = await ask("/v1/namespaces", { query: { limit: LISTED_MAX } });
+  signal.throwIfAborted();
+  const head = h("h1", {}, "Tenants and namespaces");
+  if (!listed.namespaces.length) {
+    return [head, h("section", { class: "card" }, placeholder("Nothing is stored yet",
+      "Start an engine with the connector: it opens a namespace with its first request (docs/quick-start.md)."))];
+  }
+  return [head, tenants(listed), namespaces(listed, refresh)];
+}
+
+function tenants({ namespaces: all, total }) {
+  const names = [...new Set(all.map((one) => one.tenant))].sort();
+  const tiers = Object.keys(total);
+  const rows = names.map((tenant) => {
+    const own = all.filter((one) => one.tenant === tenant);
+    return { tenant, own, held: (tier) => sum(own.map((one) => one.held[tier]?.num_bytes ?? 0)) };
+  });
+  return h("section", { class: "card" }, h("h2", {}, "Tenants"), table("Tenants", [
+    ["tenant", (row) => row.tenant || "no tenant"],
+    ["namespaces", (row) => count(row.own.length), true],
+    ["prefixes", (row) => count(sum(row.own.map((one) => one.num_boundaries))), true],
+    ...tiers.map((tier) => [tier, (row) => bytes(row.held(tier)), true]),
+    ["share", (row) => {
+      const [held, whole] = [sum(tiers.map(row.held)), sum(tiers.map((tier) => total[tier].num_bytes))];
+      return [h("progress", { max: whole || 1, value: held, "aria-label": `share of ${row.tenant || "no tenant"}` }), h("span", { class: "small quiet" }, share(held, whole))];
+    }],
+  ], rows));
+}
+
+function namespaces({ namespaces: all, next_cursor: next }, refresh) {
+  const rows = [...all].sort((one, other) => largest(other.held) - largest(one.held));
+  return h("section", { class: "card" }, h("h2", {}, "Namespaces"),
+    h("p", { class: "quiet small" }, "What differs in model, types, layout, weights or tenant is kept apart. Compare two to see why engines share nothing."),
+    table("Namespaces", [
+      ["namespace", (one) => h("button", { type: "button", class: "plain mono", "data-key": one.namespace, onclick: () => open(one, refresh) }, short(one.namespace))],
+      ["tenant", (one) => one.tenant || "no tenant"],
+      ["prefixes", (one) => h("a", { href: `#prefixes?namespace=${one.namespace}` }, count(one.num_boundaries)), true],
+      ["bytes", (one) => Object.entries(one.held).map(([tier, held]) => `${tier} ${bytes(held.num_bytes)}`).join(", ")],
+    ], rows), next && h("p", { class: "quiet" }, `The first ${count(LISTED_MAX)} are shown.`));
+}
+
+async function open(one, refresh) {
+  const place = h("div", {}, placeholder("Loading…"));
+  const box = dialog("Namespace", (close) => [place, h("div", { class: "actions" },
+    h("button", { type: "button", class: "danger", onclick: () => confirmDelete("all of this namespace", `/v1/namespaces/${one.namespace}`, () => { box.close(); refresh(); }) }, "Delete all of it…"),
+    h("button", { type: "button", onclick: () => close() }, "Close"))]);
+  try {
+    const { namespace, tenant, description } = await askAlone(`/v1/namespaces/${one.namespace}`);
+    place.replaceChildren(facts([["namespace", h("code", {}, namespace)], ["tenant", tenant || "no tenant"]]), h("h3", {}, "Everything that makes it this one"),
+      description ? h("pre", { tabindex: "0" }, JSON.stringify(description, null, 2)) : h("p", { class: "quiet" }, "Its manifest is nowhere."));
+  } catch (error) {
+    place.replaceChildren(placeholder("It cannot be shown", error.message));
+  }
+}

@@ -1,0 +1,101 @@
+"""What a service counted over the last hours, in steps of some seconds: a bounded ring, and its sums over a window."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["STEP_S", "History", "Sample", "Window", "window_of"]
+
+STEP_S = 10
+"""Finer shows nothing that an operator could act on."""
+_SAMPLES_MAX = 6 * 3600 // STEP_S
+"""Six hours: a night's first half. Some MB when everything counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What happened in one step.
+
+    Attributes:
+        at_ms: Its end, since the Unix epoch.
+        counts: By meter, labels in Prometheus notation, what it grew by; what did not grow is left out.
+        tier_bytes: By tier, bytes held at its end; tiers that did not tell are left out.
+        away: Tiers that did not answer, or were left alone.
+    """
+
+    at_ms: int
+    counts: Mapping[str, float] = field(default_factory=dict)
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
+    away: frozenset[str] = frozenset()
+
+
+class History:
+    """Keeps the samples of six hours. Written on one thread, read on any.
+
+    Args:
+        samples_max: The oldest go beyond it.
+    """
+
+    def __init__(self, samples_max: int = _SAMPLES_MAX) -> None:
+        self._samples: deque[Sample] = deque(maxlen=samples_max)
+
+    def add(self, sample: Sample) -> None:
+        """One more step."""
+        self._samples.append(sample)
+
+    def samples(self) -> list[Sample]:
+        """All of them, in order; a copy made in one go, as the writer may be at work."""
+        return list(self._samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Samples summed up over equal steps. Every list has a value for each step.
+
+    Attributes:
+        at_s: Ends of the steps, in seconds since the Unix epoch: multiples of the step's length.
+        counts: By meter.
+        tier_bytes: By tier, what was held last in the step; `None`: not known.
+        away: By tier, 1 where it was away in the step.
+    """
+
+    at_s: list[int]
+    counts: dict[str, list[float]]
+    tier_bytes: dict[str, list[int | None]]
+    away: dict[str, list[int]]
+
+    def sum_of(self, *names: str) -> list[float]:
+        """Meters added up."""
+        return [sum(values) for values in zip(*(self.of(name) for name in names), strict=True)]
+
+    def of(self, name: str) -> list[float]:
+        """One meter; zeros where it never counted."""
+        return self.counts.get(name) or [0.0] * len(self.at_s)
+
+
+def window_of(samples: Iterable[Sample], *, now_ms: int, num_steps: int, step_s: int) -> Window:
+    """The last steps up to now. Pure.
+
+    Args:
+        samples: In any order; what lies outside is left out.
+        now_ms: The end, rounded up to a whole step.
+        num_steps: How many.
+        step_s: How long each is.
+    """
+    step_ms = step_s * 1000
+    last = -(-now_ms // step_ms)
+    first = last - num_steps + 1
+    window = Window([step_s * step for step in range(first, last + 1)], {}, {}, {})
+    for sample in sorted(samples, key=lambda one: one.at_ms):
+        index = -(-sample.at_ms // step_ms) - first
+        if not 0 <= index < num_steps:
+            continue
+        for name, grown in sample.counts.items():
+            window.counts.setdefault(name, [0.0] * num_steps)[index] += grown
+        for tier, held in sample.tier_bytes.items():
+            window.tier_bytes.setdefault(tier, [None] * num_steps)[index] = held
+        for tier in sample.away:
+            window.away.setdefault(tier, [0] * num_steps)[index] = 1
+    return window

@@ -1,0 +1,171 @@
+"""Looks at a store every few seconds: for the history, and for events that only sums show."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+from kvstore.errors import Closed, KVStoreError
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import EventKind, Events
+from kvstore.service.history import STEP_S, History, Sample
+from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.tiered import TieredStore
+
+__all__ = ["Watcher"]
+
+_ANSWER_S = 2.0
+_METER = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
+_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+
+_KEPT = frozenset(
+    {
+        *("lookups", "lookup_hits", "requests", "request_tokens", "served_records", "served_bytes"),
+        *("saves", "retention_bytes", "write_back_bytes", "staged_bytes"),
+    }
+)
+"""Meters that the history keeps."""
+
+_TURNED_AWAY = {
+    "busy": "saves of engines were turned away: too much is on its way to the tiers",
+    "full": "saves of engines were turned away: there was no room",
+}
+
+Labels = Mapping[str, str]
+Grown = Mapping[str, list[tuple[Labels, float]]]
+
+
+class Watcher:
+    """Adds a sample to a history every step, and tells of what has grown since the one before. Belongs to the store's
+    loop. A step costs each tier one question about its usage, and the catalog one about its totals.
+
+    Args:
+        store: What is looked at.
+        history: Where samples go.
+        events: Where events go.
+        step_s: The time between two looks.
+        clock: For the time of day.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore | EncryptedStore,
+        history: History,
+        events: Events,
+        *,
+        step_s: float = STEP_S,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._store = store
+        self._history = history
+        self._events = events
+        self._step_s = step_s
+        self._clock = clock
+        self._background = Background("watcher")
+        self._before: Mapping[str, float] = store.meters.snapshot()
+        self._rules: Mapping[str, str] = {}
+
+    def start(self) -> None:
+        """Look from now on, until `aclose`."""
+        self._background.spawn(self._run(), "steps")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._step_s)
+            try:
+                await self.step()
+            except Closed:
+                return
+
+    async def step(self) -> None:
+        """Look once.
+
+        Raises:
+            Closed: The store is closed.
+        """
+        deadline = Deadline.after(_ANSWER_S, self._clock)
+        status = await self._store.status(deadline=deadline)
+        tier_bytes, away = _tiers(status)
+        try:
+            tier_bytes |= await self._store.operations.held_bytes(deadline=Deadline.after(_ANSWER_S, self._clock))
+        except Closed:
+            raise
+        except KVStoreError:
+            pass  # the catalog is away: what the tiers tell of themselves has to do
+        now = self._store.meters.snapshot()
+        grown = _grown(self._before, now)
+        counts = {
+            key: amount - self._before.get(key, 0)
+            for key, amount in now.items()
+            if key.partition("{")[0] in _KEPT and amount > self._before.get(key, 0)
+        }
+        self._history.add(Sample(self._clock.wall_ms(), counts, tier_bytes, frozenset(away)))
+        self._tell(grown)
+        self._tell_catalog(self._before.get("catalog_complete"), now.get("catalog_complete"))
+        self._tell_rules(status)
+        self._before = now
+
+    def _tell(self, grown: Grown) -> None:
+        for tier, reasons in _by_tier(grown.get("retention_boundaries", [])).items():
+            freed = _by_tier(grown.get("retention_bytes", [])).get(tier, {})
+            text = f"{sum(reasons.values())} boundaries left {tier}, as retention asks"
+            self._events.tell(
+                EventKind.EVICTED, text, detail={"tier": tier, "num_bytes": sum(freed.values()), **reasons}
+            )
+        for labels, amount in grown.get("saves", []):
+            if (said := _TURNED_AWAY.get(labels.get("outcome", ""))) is not None:
+                self._events.tell(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})
+        for tier, reasons in _by_tier(grown.get("write_back_dropped", [])).items():
+            text = f"{sum(reasons.values())} records are not copied to {tier}; engines were answered before that"
+            self._events.tell(EventKind.SAVES_DROPPED, text, detail={"tier": tier, **reasons})
+        for _, amount in grown.get("catalog_changes_lost", []):
+            text = f"the catalog was not told of {int(amount)} changes: lookups ask the tiers as well"
+            self._events.tell(EventKind.CATALOG, text, detail={"changes": int(amount)})
+
+    def _tell_catalog(self, before: float | None, now: float | None) -> None:
+        if now is None or before is None or bool(now) == bool(before):
+            return
+        said = "knows of everything that is stored again" if now else "lacks records that are stored: `kvstore reindex`"
+        self._events.tell(EventKind.CATALOG, f"the catalog {said}", is_public=True)
+
+    def _tell_rules(self, status: Mapping[str, object]) -> None:
+        rules = status["admission"]
+        assert isinstance(rules, Mapping)
+        for namespace, rule in rules.items():
+            if self._rules.get(namespace) != rule:
+                text = f"retention_admission is {rule} for this namespace from now on"
+                self._events.tell(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
+        self._rules = dict(rules)
+
+    async def aclose(self) -> None:
+        """Look no more. Idempotent."""
+        await self._background.aclose()
+
+
+def _tiers(status: Mapping[str, object]) -> tuple[dict[str, int], set[str]]:
+    """What tiers hold, as they tell it, and those that tell nothing."""
+    tiers = status["tiers"]
+    assert isinstance(tiers, Mapping)
+    held = {name: tier["used_bytes"] for name, tier in tiers.items() if tier.get("used_bytes") is not None}
+    return held, {name for name, tier in tiers.items() if not tier["healthy"]}
+
+
+def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:
+    """By name of a meter: labels and by how much it grew."""
+    found: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
+    for key, amount in now.items():
+        if amount > before.get(key, 0) and (match := _METER.fullmatch(key)) is not None:
+            found[match[1]].append((dict(_LABEL.findall(match[2] or "")), amount - before.get(key, 0)))
+    return found
+
+
+def _by_tier(listed: list[tuple[Labels, float]]) -> dict[str, dict[str, int]]:
+    """By tier, by reason."""
+    found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for labels, amount in listed:
+        found[labels.get("tier", "")][labels.get("reason", "other")] = int(amount)
+    return found

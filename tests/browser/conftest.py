@@ -1,0 +1,105 @@
+"""One Chromium for all tests of the dashboard, and pages that are told apart by width and colours."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, Page, async_playwright
+
+from kvstore.testing.servers.chromium import chromium_program
+from tests.architecture.sources import ROOT
+
+SCREENSHOTS = ROOT / ".work" / "screenshots"
+PATIENCE_MS = 60_000
+_PAINTED = "new Promise((done) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done))))"
+WIDTHS = {1280: 800, 390: 844}
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium without a window; without its sandbox, which root cannot have."""
+    async with async_playwright() as driver:
+        opened = await driver.chromium.launch(executable_path=chromium_program(), args=["--no-sandbox"])
+        yield opened
+        await opened.close()
+
+
+@dataclass
+class Visit:
+    """A page that looks at a service, and what went wrong in it.
+
+    Attributes:
+        page: The browser's.
+        url: Of the service.
+        troubles: Errors of the console and of scripts, breaches of the content policy, requests to other hosts.
+    """
+
+    page: Page
+    url: str
+    troubles: list[str] = field(default_factory=list)
+
+    async def open(self, view: str, expected: str = "main h1") -> None:
+        """Go to a view, and wait until it is there with its data."""
+        await self.page.goto(f"{self.url}/#{view}")
+        await self.page.wait_for_selector(f"{expected}:visible")
+        await self.page.wait_for_selector("[aria-busy]", state="detached")
+
+    async def charts(self, count: int) -> None:
+        """Wait until so many charts are drawn."""
+        drawn = "[...document.querySelectorAll('canvas')].filter((c) => globalThis.Chart?.getChart(c)?.width).length"
+        async with asyncio.timeout(PATIENCE_MS / 1000):
+            while (
+                await self.page.evaluate(drawn) != count
+            ):  # Playwright's own waiting is what the page's policy forbids
+                await asyncio.sleep(0.02)
+
+    async def shoot(self, name: str) -> None:
+        """Keep a picture of the whole page, or of the window with a dialog in it; neither is wider than the window."""
+        await self.page.evaluate(_PAINTED)
+        sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        wide, window = await self.page.evaluate(sizes)
+        assert wide <= window, f"{name} is {wide} pixels wide in a window of {window}"
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        dialogs = self.page.locator("dialog")
+        for dialog in await dialogs.all():
+            assert await dialog.evaluate("(box) => box.scrollWidth <= box.clientWidth"), name
+        full_page = not await dialogs.count()
+        await self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=full_page)
+
+    def note(self, text: str) -> None:
+        self.troubles.append(text)
+
+
+Visiting = Callable[..., AbstractAsyncContextManager[Visit]]
+
+
+@pytest.fixture
+def visiting(browser: Browser) -> Visiting:
+    """A visit to a service; nothing may go wrong in it but what is expected to."""
+
+    @asynccontextmanager
+    async def visit(
+        url: str, *, width: int = 1280, colours: str = "light", expected: str = "$never"
+    ) -> AsyncIterator[Visit]:
+        context = await browser.new_context(
+            viewport={"width": width, "height": WIDTHS[width]},
+            color_scheme="dark" if colours == "dark" else "light",
+            has_touch=width < 600,
+        )
+        context.set_default_timeout(PATIENCE_MS)
+        page = await context.new_page()
+        made = Visit(page, url)
+        page.on("console", lambda told: made.note(told.text) if told.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: made.note(str(error)))
+        page.on("request", lambda sent: None if sent.url.startswith(f"{url}/") else made.note(f"asked {sent.url}"))
+        yield made
+        await context.close()
+        assert [text for text in made.troubles if not re.search(expected, text)] == []
+
+    return visit

@@ -1,0 +1,102 @@
+"""A service with an hour behind it: prompts of two tenants in a real Redis and a directory, lookups, stages, outcomes,
+evicted and broken records. All real but the clock of its history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from kvstore.api import Outcome
+from kvstore.catalog.base import Use
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.events import EventKind
+from kvstore.service.watching import Watcher
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.servers import RedisServer
+from tests.unit.admin.admin_world import World, soon, world
+
+STEPS = 40
+"""Of a minute each."""
+
+RED = Prompt(HYBRID, "a", 64 * 5 + 16, tenant="red", model="small", payload_bytes=60_000)
+BLUE = Prompt(ATTENTION, "b", 64 * 3, tenant="blue", model="other", payload_bytes=90_000)
+BRANCH = Prompt(HYBRID, "c", 64 * 3, tenant="red", model="small", payload_bytes=60_000)
+
+
+class HourAgo:
+    """A clock that began an hour ago and is moved by hand."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = -STEPS * 60_000
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s()
+
+    def wall_ms(self) -> int:
+        return SYSTEM_CLOCK.wall_ms() + self.ahead_ms
+
+
+@asynccontextmanager
+async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
+    """Served to its own user, without tokens."""
+    async with Redis(host=redis.host, port=redis.port) as client:
+        await client.flushdb()
+    hot = f"redis://{redis.host}:{redis.port}"
+    async with world(folder, with_tokens=False, hot=hot) as made:
+        await made.port._watcher.aclose()
+        clock = HourAgo()
+        watcher = Watcher(made.store, made.port._service.history, made.store.events, clock=clock)
+        for prompt in (RED, BLUE, BRANCH):
+            await made.save(prompt)
+        for number in range(STEPS):
+            await use(made, number)
+            clock.ahead_ms += 60_000
+            await watcher.step()
+        await made.settle()
+        assert made.store._recorder is not None
+        uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]
+        await made.store._recorder.catalog.use(RED.namespace, uses, deadline=soon())
+        tell_of_a_bad_night(made)
+        yield made
+
+
+async def use(made: World, number: int) -> None:
+    """One minute of two engines: most prompts are found, some in part, some are new."""
+    for index in range(3 + number % 5):
+        prompt = (RED, BLUE, RED)[index % 3]
+        is_new = (number + index) % 4 == 0
+        asked = replace(prompt, name=f"new {number} {index}") if is_new else prompt
+        staged = await made.store.stage(asked.query(), deadline=soon())
+        await made.store.lookup(asked.query(), deadline=soon())
+        if staged.lease is not None:
+            await made.store.release(staged.lease)
+        reason = ("nothing_stored", "too_short", "cheaper_to_compute", "deadline")[number % 4] if is_new else ""
+        reached = 0 if is_new else prompt.num_tokens - (64 if index == 4 else 0)
+        told = Outcome(
+            f"chatcmpl-{number:02d}{index}",
+            prompt.namespace,
+            prompt.num_tokens,
+            prompt.num_tokens,
+            0,
+            reached,
+            reason or ("nothing_stored" if index == 4 else ""),
+            stop=asked.boundary(64) if reason == "nothing_stored" else None,
+            tenant=prompt.tenant,
+        )
+        made.store.tell(told)
+
+
+def tell_of_a_bad_night(made: World) -> None:
+    """What tests of their own make happen for real; here it is there to be looked at."""
+    tell, about = made.store.events.tell, RED.namespace.hex()
+    tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})
+    tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
+    told = {"tier": "filesystem", "reason": "payload checksum"}
+    tell(EventKind.QUARANTINED, "a record in filesystem was put aside, and not served", namespace=about, detail=told)
+    tell(EventKind.EVICTED, "12 boundaries left filesystem, as retention asks", detail={"evicted": 12})
+    tell(EventKind.SAVES_DROPPED, "7 records are not copied to filesystem", detail={"busy": 7})

@@ -1,0 +1,159 @@
+"""The dashboard in a real browser, over a real service with a real Redis and a directory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from kvstore.api import Outcome
+from kvstore.testing.servers import RedisServer
+from tests.browser.conftest import WIDTHS, Visiting
+from tests.browser.stocked import BLUE, RED, stocked
+from tests.unit.admin.admin_world import World
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
+
+VIEWS = {"overview": 2, "misses": 1, "prefixes": 0, "tenants": 0, "tiers": 0, "events": 0}
+"""Each with the number of its charts."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def made(tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer) -> AsyncIterator[World]:
+    async with stocked(tmp_path_factory.mktemp("stocked"), shared_redis) as opened:
+        yield opened
+
+
+async def test_every_view_shows_its_data(made: World, visiting: Visiting) -> None:
+    """Each view at both widths in both colours: data is there, charts are drawn, nothing is wider than the window."""
+    async with visiting(made.url) as visit:
+        for view, num_charts in VIEWS.items():
+            await visit.open(view)
+            await visit.charts(num_charts)
+            assert await visit.page.locator(".placeholder:visible").count() == 0, view
+            assert await visit.page.locator("nav [aria-current=page]").get_attribute("href") == f"#{view}"
+            for width, height in WIDTHS.items():
+                await visit.page.set_viewport_size({"width": width, "height": height})
+                for colours in ("light", "dark"):
+                    await visit.page.emulate_media(color_scheme=colours)
+                    await visit.shoot(f"{view}-{width}-{colours}")
+
+
+async def test_numbers_are_the_services(made: World, visiting: Visiting) -> None:
+    """Tiles, charts and tables tell what the routes tell."""
+    async with made.client() as client, visiting(made.url) as visit:
+        history = (await client.get("/v1/history")).json()
+        await visit.open("overview")
+        await visit.charts(2)
+        text = await visit.page.inner_text("main")
+        resumed, prompt = (sum(history["tokens"][part]) for part in ("resumed", "prompt"))
+        assert 0 < resumed < prompt and f"{100 * resumed / prompt:.1f} %" in text
+        held = "Chart.getChart(document.querySelectorAll('canvas')[1]).data.datasets"
+        drawn = await visit.page.evaluate(f"{held}.map((one) => [one.label, one.data.at(-1).y])")
+        assert dict(drawn) == {tier: values[-1] for tier, values in history["tier_bytes"].items()}
+        await visit.open("tenants")
+        rows = await visit.page.locator("table").first.locator("tbody tr").all_inner_texts()
+        assert [row.split()[0] for row in rows] == ["blue", "red"]
+        await visit.open("tiers")
+        assert await visit.page.locator("section h2").all_inner_texts() == ["memory", "redis", "filesystem"]
+
+
+async def test_a_request_is_explained(made: World, visiting: Visiting) -> None:
+    """A click on a recent request: the words of docs/explain.md, as the route tells them."""
+    request, stop = "chatcmpl-asked-for", replace(RED, name="never seen").boundary(64)
+    made.store.tell(Outcome(request, RED.namespace, 336, 336, 0, 0, "nothing_stored", stop=stop, tenant="red"))
+    async with made.client() as client, visiting(made.url) as visit:
+        told = (await client.get("/v1/requests/explain", params={"request": request})).json()
+        await visit.open("misses")
+        await visit.page.get_by_role("button", name=request, exact=True).click()
+        dialog = visit.page.get_by_role("dialog")
+        await dialog.get_by_text(told["why"]).wait_for()
+        assert told["reason"] == "never_stored" and told["reason"] in await dialog.inner_text()
+        await visit.shoot("explained-1280-light")
+        await visit.page.keyboard.press("Escape")
+        await dialog.wait_for(state="detached")
+
+
+async def test_a_prefix_is_pinned_and_deleted(made: World, visiting: Visiting) -> None:
+    """Down the tree to the end of a prompt: pinned, its deletion refused; unpinned, tried dry, then deleted for good.
+    What was done is among the events at once, without asking again.
+    """
+    end = RED.boundary(RED.num_tokens).prefix.hex()
+    path = f"/v1/prefixes/{RED.namespace.hex()}/{end}"
+    async with made.client() as client, visiting(made.url, expected="409") as visit, visiting(made.url) as watching:
+        page = visit.page
+        await watching.open("events")
+        await watching.page.get_by_text("live", exact=True).wait_for()
+        await visit.open(f"prefixes?namespace={RED.namespace.hex()}")
+        await page.get_by_role("button", name=RED.boundary(320).prefix.hex()[:12]).click()
+        dialog = page.get_by_role("dialog")
+        await dialog.locator(".tree .here").wait_for()
+        assert "256 tokens" in await dialog.inner_text()
+        await visit.shoot("prefix-1280-light")
+        await dialog.get_by_role("button", name=f"{RED.num_tokens} tokens").click()
+        await dialog.get_by_text(end).wait_for()
+
+        await dialog.get_by_role("button", name="Pin…").click()
+        await page.get_by_label("For").select_option("3600")
+        await page.get_by_role("button", name="Pin", exact=True).click()
+        await dialog.get_by_role("button", name="Unpin").wait_for()
+        assert (await client.get(path)).json()["pinned_until_s"] > 0
+        await dialog.get_by_role("button", name="Delete…").click()
+        await page.get_by_text("pinned, or one that goes on").wait_for()
+        assert await page.get_by_role("button", name="Delete for good").is_disabled()
+        await page.get_by_role("button", name="Cancel").click()
+
+        await dialog.get_by_role("button", name="Unpin").click()
+        await dialog.get_by_role("button", name="Pin…").wait_for()
+        await dialog.get_by_role("button", name="Delete…").click()
+        await page.get_by_text("Nothing was deleted so far").wait_for()
+        assert (await client.get(path)).status_code == 200
+        await visit.shoot("delete-1280-light")
+        await page.get_by_role("button", name="Delete for good").click()
+        await page.get_by_text("Deleted:").wait_for()
+        assert (await client.get(path)).status_code == 404
+        for said in ("a prefix was pinned", "a pin was removed", "a prefix was deleted"):
+            await watching.page.get_by_text(said).wait_for()
+
+
+async def test_a_namespace_is_shown_in_full(made: World, visiting: Visiting) -> None:
+    """All fields of its description; its deletion is tried dry, and cancelled."""
+    async with made.client() as client, visiting(made.url, width=390) as visit:
+        await visit.open("tenants")
+        await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:12]).click()
+        await visit.page.get_by_text('"page_tokens": 64').wait_for()
+        await visit.page.get_by_role("button", name="Delete all of it…").click()
+        await visit.page.get_by_text("Nothing was deleted so far").wait_for()
+        await visit.shoot("namespace-390-light")
+        await visit.page.get_by_role("button", name="Cancel").click()
+        assert (await client.get(f"/v1/namespaces/{BLUE.namespace.hex()}")).json()["num_boundaries"] == 3
+
+
+async def test_colours_are_chosen_and_kept(made: World, visiting: Visiting) -> None:
+    """The toggle beats the system's choice, and a reload remembers; the keyboard alone reaches it."""
+    shade = "getComputedStyle(document.body).backgroundColor"
+    async with visiting(made.url) as visit:
+        await visit.open("overview")
+        light = await visit.page.evaluate(shade)
+        await visit.page.get_by_role("button", name="Switch to dark colours").focus()
+        await visit.page.keyboard.press("Enter")
+        dark = await visit.page.evaluate(shade)
+        await visit.page.reload()
+        await visit.charts(2)
+        assert await visit.page.evaluate(shade) == dark != light
+
+
+async def test_nothing_that_was_stored_becomes_html(made: World, visiting: Visiting) -> None:
+    """An engine's request id that is markup is shown as it is, and the policy refuses what a script would inject."""
+    name = "<img src=x onerror=alert(1)>"
+    made.store.tell(Outcome(name, None, 10, 10, 0, 0, "<b>odd</b>", tenant="red"))
+    async with visiting(made.url, expected="TrustedHTML") as visit:
+        await visit.open("misses")
+        await visit.page.get_by_role("button", name=name).wait_for()
+        assert await visit.page.locator("main img").count() == 0
+        refused = await visit.page.evaluate(
+            "() => { try { document.body.innerHTML = 'x' } catch (e) { return e.name } }"
+        )
+        assert refused == "TypeError"

@@ -1,0 +1,110 @@
+"""The dashboard where there is nothing, where something is wrong, and where a token is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.testing.servers import RedisServer, redis_server
+from tests.browser.conftest import WIDTHS, Visiting
+from tests.unit.admin.admin_world import prompt_of, world
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
+
+VIEWS = ("overview", "misses", "prefixes", "tenants", "tiers", "events")
+
+
+async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting, shared_redis: RedisServer) -> None:
+    """No engine was ever there: every view says so, and none is broken."""
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushdb()
+    hot = f"redis://{shared_redis.host}:{shared_redis.port}"
+    async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url) as visit:
+        for view in VIEWS:
+            await visit.open(view)
+            if view in ("misses", "prefixes", "tenants"):
+                assert await visit.page.locator(".placeholder:visible").count() >= 1, view
+            for width, height in WIDTHS.items():
+                await visit.page.set_viewport_size({"width": width, "height": height})
+                await visit.shoot(f"empty-{view}-{width}-light")
+
+
+async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
+    """Without one, with a wrong one, with a tenant's, and after it was forgotten: the tenant sees its own things."""
+    async with world(tmp_path) as made, visiting(made.url, expected="401") as visit:
+        await made.save(prompt_of("a", "red"))
+        await made.save(prompt_of("b", "blue"))
+        page = visit.page
+        await visit.open("tenants", "#token")
+        await visit.shoot("token-1280-light")
+        await page.get_by_label("Token", exact=True).fill("wrong token")
+        await page.keyboard.press("Enter")
+        await page.get_by_text("the token is nobody's").wait_for()
+        await visit.shoot("token-wrong-1280-light")
+        await page.get_by_label("Token", exact=True).fill("red reader token")
+        await page.keyboard.press("Enter")
+        await page.get_by_role("heading", name="Tenants and namespaces").wait_for()
+        assert await page.get_by_role("cell", name="blue").count() == 0
+        assert await page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 1, ""]
+        await visit.open("overview")
+        await visit.shoot("tenant-overview-1280-light")
+        await page.get_by_role("button", name="Forget the token").click()
+        await page.wait_for_selector("#token")
+        assert await page.evaluate("sessionStorage.length") == 0
+
+
+async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Visiting) -> None:
+    """A deletion with a token for reading: refused, in words, and nothing is gone."""
+    async with world(tmp_path) as made, visiting(made.url, expected="40[13]") as visit:
+        prompt = await made.save(prompt_of("a", "red"))
+        await visit.open("prefixes", "#token")
+        await visit.page.get_by_label("Token", exact=True).fill("red reader token")
+        await visit.page.keyboard.press("Enter")
+        await visit.page.get_by_role("button", name=prompt.boundary(64).prefix.hex()[:12]).click()
+        await visit.page.get_by_role("button", name="Delete…").click()
+        await visit.page.get_by_text("the token lacks the scope admin").wait_for()
+        await visit.shoot("refused-1280-light")
+        assert await visit.page.get_by_role("button", name="Delete for good").is_disabled()
+
+
+async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visiting) -> None:
+    """A Redis is killed: the events say so at once, tiers show it, what the catalog knows cannot be told; then it is
+    started again, and all is well.
+    """
+    with redis_server() as redis:
+        hot = f"redis://{redis.host}:{redis.port}"
+        async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url, expected="503") as visit:
+            page = visit.page
+            await visit.open("events")
+            await page.get_by_text("live", exact=True).wait_for()
+            redis.kill9()
+            while made.store.events.after(0)[-1].kind.value != "tier_down":
+                await made.port._watcher.step()
+            await page.get_by_text("tier redis is off").wait_for()
+            await visit.open("tiers")
+            await page.locator(".badge.bad", has_text="left alone").wait_for()
+            await visit.shoot("tier-down-1280-light")
+            await visit.open("prefixes")
+            await page.get_by_role("heading", name="This cannot be told at the moment").wait_for()
+            await visit.shoot("unavailable-1280-light")
+            await visit.open("events")
+            redis.restart()
+            await page.get_by_text("tier redis is back").wait_for()
+            await visit.open("prefixes")
+            await page.get_by_text("Nothing is stored yet").wait_for()
+
+
+async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> None:
+    """It stops while a page is open: the live view says so, another view says that nobody answers."""
+    async with world(tmp_path, with_tokens=False) as made:
+        visit_of_gone = visiting(made.url, width=390, expected="ERR_|network error|Failed to load")
+        visit = await visit_of_gone.__aenter__()
+        await visit.open("events")
+        await visit.page.get_by_text("live", exact=True).wait_for()
+    await visit.page.get_by_text("not connected").wait_for()
+    await visit.page.get_by_role("link", name="Tiers").click()
+    await visit.page.get_by_role("heading", name="The service does not answer").wait_for()
+    await visit.shoot("gone-390-light")
+    await visit_of_gone.__aexit__(None, None, None)

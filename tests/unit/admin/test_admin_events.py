@@ -1,0 +1,179 @@
+"""`/v1/events` and `/v1/history`, from a real service: who sees what, and how following begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstore.api import Outcome
+from kvstore.runtime.events import EventKind
+from tests.unit.admin.admin_world import World, prompt_of, world
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[World]:
+    async with world(tmp_path) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def following(client: httpx.AsyncClient, last: str = "") -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    """The events as they come."""
+    headers = {"Last-Event-ID": last} if last else {}
+    async with client.stream("GET", "/v1/events", headers=headers) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            fields: dict[str, str] = {}
+            async for line in answer.aiter_lines():
+                name, _, value = line.partition(": ")
+                if name:
+                    fields[name] = value
+                elif "data" in fields:
+                    event = json.loads(fields["data"])
+                    assert (fields["id"], fields["event"]) == (event["id"], event["kind"])
+                    yield event
+                    fields = {}
+
+        yield events()
+
+
+async def listed(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await client.get("/v1/events", params={"follow": "false", **query})).json()["events"]
+    return found
+
+
+async def test_what_happens_is_told_as_it_happens(made: World) -> None:
+    """A follower gets what is kept, then what happens; after a break it goes on behind the last one it saw."""
+    tell = made.store.events.tell
+    async with made.client("operator") as client:
+        async with following(client) as events:
+            assert (await anext(events))["kind"] == "started"
+            tell(EventKind.EVICTED, "one left")
+            seen = await anext(events)
+            assert (seen["text"], seen["severity"]) == ("one left", "info")
+        tell(EventKind.EVICTED, "two left")
+        async with following(client, seen["id"]) as events:
+            assert (await anext(events))["text"] == "two left"
+        assert [one["text"] for one in await listed(client)] == ["two left", "one left", "the service started"]
+        assert [one["text"] for one in await listed(client, limit=1)] == ["two left"]
+
+
+async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
+    """Red and blue each see their own records put aside and their own changes, and that a tier went, without why;
+    what sums up all tenants is the operators'.
+    """
+    red, blue = await made.save(prompt_of("a", "red")), await made.save(prompt_of("b", "blue"))
+    tell = made.store.events.tell
+    tell(EventKind.TIER_DOWN, "tier s3 is off", is_public=True, detail={"tier": "s3", "reason": "10.0.0.7 refused"})
+    tell(EventKind.EVICTED, "12 left", detail={"tier": "s3"})
+    for prompt in (red, blue):
+        tell(
+            EventKind.QUARANTINED, f"of {prompt.name}", namespace=prompt.namespace.hex(), detail={"reason": "checksum"}
+        )
+    async with made.client("operator") as client:
+        await client.delete(f"/v1/prefixes/{red.namespace.hex()}/{red.boundary(336).prefix.hex()}?confirm=true")
+        assert len(await listed(client)) == 6
+    async with made.client("red") as client:
+        body = {"namespace": red.namespace.hex(), "prefix": red.boundary(64).prefix.hex(), "expires_in_s": 60}
+        assert (await client.post("/v1/pins", json=body)).status_code == 201
+        seen = await listed(client)
+        texts = ["a prefix was pinned", "a prefix was deleted", "of a", "tier s3 is off", "the service started"]
+        assert [one["text"] for one in seen] == texts
+        assert seen[0]["detail"]["who"].startswith("red/") and "who" not in seen[1]["detail"]
+        assert seen[3]["detail"] == {"tier": "s3"} and set(seen[4]["detail"]) == {"release"}
+    async with made.client("blue") as client:
+        assert [one["text"] for one in await listed(client)] == ["of b", "tier s3 is off", "the service started"]
+        async with following(client) as events:
+            assert [(await anext(events))["text"] for _ in range(3)][-1] == "of b"
+
+
+async def test_what_was_tried_or_refused_is_no_event(made: World) -> None:
+    """A dry run and a refusal change nothing; a look is none either."""
+    red = await made.save(prompt_of("a", "red"))
+    async with made.client("red") as client, made.client("red reader") as reader:
+        path = f"/v1/namespaces/{red.namespace.hex()}"
+        await client.delete(path)
+        assert (await reader.delete(f"{path}?confirm=true")).status_code == 403
+        await client.post("/v1/lookup", json={"namespace": red.namespace.hex(), "token_ids": []})
+        assert [one["kind"] for one in await listed(client)] == ["started"]
+        await client.delete(f"{path}?confirm=true")
+        assert (await listed(client))[0]["detail"]["records"] > 0
+
+
+async def test_followers_are_few_and_leave(made: World) -> None:
+    """The ninth of one token is refused; when the others have gone, there is room again."""
+    async with made.client("red") as client:
+        async with asyncio.TaskGroup() as group:
+            inside, leave = asyncio.Semaphore(0), asyncio.Event()
+
+            async def follow() -> None:
+                async with following(client) as events:
+                    await anext(events)
+                    inside.release()
+                    await leave.wait()
+
+            for _ in range(8):
+                group.create_task(follow())
+            for _ in range(8):
+                await inside.acquire()
+            refused = await client.get("/v1/events")
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            leave.set()
+        while True:  # the service learns of each end by itself
+            async with client.stream("GET", "/v1/events") as answer:
+                if answer.status_code == 200:
+                    break
+
+
+async def test_following_ends_with_the_time_and_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer ends after its time, with comments in between that keep it alive, or when the service stops."""
+    monkeypatch.setattr("kvstore.service.admin.events._HEARTBEAT_S", 0.0)
+    async with world(tmp_path) as made, made.client("operator") as client:
+        with monkeypatch.context() as patched:
+            patched.setattr("kvstore.service.admin.events._FOLLOW_S", 0.1)
+            whole = (await client.get("/v1/events")).text
+            assert whole.startswith("retry: 2000\n\n") and "\n: still here\n\n" in whole
+        async with client.stream("GET", "/v1/events") as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            await made.port.aclose()
+            assert [line async for line in lines][-1] == ""  # ended, not cut off
+
+
+async def test_wrong_numbers_are_refused(made: World) -> None:
+    """`Last-Event-ID` is one of ours, or a mistake to be told."""
+    async with made.client("red") as client:
+        answer = await client.get("/v1/events?follow=false", headers={"Last-Event-ID": "abc"})
+        assert answer.status_code == 422 and "last-event-id" in answer.json()["field"].lower()
+
+
+async def test_history_is_all_or_the_tenants_own(made: World) -> None:
+    """Operators see what the service counted; a tenant its own requests, and nothing that sums up others."""
+    red = await made.save(prompt_of("a", "red"))
+    made.store.tell(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
+    made.store.tell(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
+    await made.port._watcher.step()
+    async with made.client("operator") as client:
+        for hours in (1, 6):
+            whole = (await client.get("/v1/history", params={"hours": hours})).json()
+            assert (whole["of"], whole["step_s"], len(whole["at_s"])) == ("service", hours * 60, 60)
+            assert sum(whole["requests"]["part"]) == sum(whole["requests"]["miss"]) == 1
+            assert sum(whole["tokens"]["prompt"]) == 1336 and sum(whole["tokens"]["resumed"]) == 256
+            assert set(whole["reasons"]) == {"nothing_stored", "too_short"} == set(whole["words"])
+            assert sum(whole["lookups"]["all"]) == 1
+            held = (await client.get("/v1/tiers")).json()["tiers"]
+            assert whole["tier_bytes"]["filesystem"][-1] == held[1]["own"]["num_bytes"]
+    async with made.client("red") as client:
+        own = (await client.get("/v1/history")).json()
+        assert (
+            own["of"] == "tenant" and sum(own["tokens"]["prompt"]) == 336 and set(own["reasons"]) == {"nothing_stored"}
+        )
+        assert (own["lookups"], own["tier_bytes"], own["served_records"], own["away"]) == (None, {}, {}, {})

@@ -1,0 +1,102 @@
+"""Steps of a service's last hours, and what a look at it finds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvstore.api import Outcome
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import EventKind, Events
+from kvstore.service.history import History, Sample, window_of
+from kvstore.service.watching import Watcher
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.memory import MemoryTier
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[TieredStore]:
+    memory = MemoryTier(32 << 20)
+    opened = TieredStore(memory)
+    yield opened
+    await opened.aclose()
+    await memory.aclose()
+
+
+def test_a_window_sums_up_steps() -> None:
+    """Samples of one step are added up, the last bytes count, what is outside is left out, gaps are known as such."""
+    samples = [
+        Sample(60_000, {"lookups": 9}, {"redis": 1}),
+        Sample(60_001, {"lookups": 2}, {"redis": 5}),
+        Sample(120_000, {"lookups": 3}, {"redis": 7}, frozenset({"s3"})),
+        Sample(240_000, {"lookups": 1, "lookup_hits": 1}),
+        Sample(240_001, {"lookups": 50}),
+    ]
+    window = window_of(samples, now_ms=239_999, num_steps=3, step_s=60)
+    assert window.at_s == [120, 180, 240]
+    assert window.of("lookups") == [5, 0, 1] and window.of("lookup_hits") == [0, 0, 1]
+    assert window.of("never") == [0, 0, 0] and window.sum_of("lookups", "lookup_hits") == [5, 0, 2]
+    assert window.tier_bytes == {"redis": [7, None, None]} and window.away == {"s3": [1, 0, 0]}
+
+
+def test_the_history_is_bounded() -> None:
+    """The oldest step goes."""
+    history = History(samples_max=3)
+    for number in range(5):
+        history.add(Sample(number))
+    assert [sample.at_ms for sample in history.samples()] == [2, 3, 4]
+
+
+async def test_a_look_keeps_what_has_grown(store: TieredStore) -> None:
+    """Lookups, outcomes and bytes of the step; a step in which nothing happened is empty but for the bytes."""
+    history = History()
+    watcher = Watcher(store, history, Events(), clock=SYSTEM_CLOCK)
+    prompt = Prompt(ATTENTION, "a", 128)
+    await store.open_namespace(prompt.description, deadline=Deadline.after(60))
+    await store.lookup(prompt.query(), deadline=Deadline.after(60))
+    store.tell(Outcome("one", prompt.namespace, 128, 128, 16, 64, "nothing_stored"))
+    store.tell(Outcome("two", prompt.namespace, 128, 128, 0, 0, "a word of a newer engine"))
+    await watcher.step()
+    await watcher.step()
+    first, second = history.samples()
+    assert first.counts == {
+        "lookups": 1,
+        'requests{reason="nothing_stored",result="part"}': 1,
+        'requests{reason="other",result="miss"}': 1,
+        'request_tokens{part="prompt"}': 256,
+        'request_tokens{part="local"}': 16,
+        'request_tokens{part="resumed"}': 48,
+    }
+    assert (second.counts, second.tier_bytes, second.away) == ({}, {"memory": 0}, frozenset())
+
+
+async def test_sums_become_events(store: TieredStore) -> None:
+    """Evictions, saves that were turned away, records that are not copied and changes that the catalog misses: one
+    event for each step, with the counts of that step.
+    """
+    events = Events()
+    store.meters.add("retention_boundaries", 5, tier="s3", reason="evicted")
+    watcher = Watcher(store, History(), events)
+    store.meters.add("retention_boundaries", 2, tier="s3", reason="evicted")
+    store.meters.add("retention_boundaries", 1, tier="s3", reason="expired")
+    store.meters.add("retention_bytes", 4096, tier="s3", reason="evicted")
+    store.meters.add("saves", 3, outcome="busy")
+    store.meters.add("saves", 8, outcome="stored")
+    store.meters.add("write_back_dropped", 4, tier="redis", reason="full")
+    store.meters.add("catalog_changes_lost", 6)
+    store.meters.set("catalog_complete", 1)
+    await watcher.step()
+    store.meters.set("catalog_complete", 0)
+    await watcher.step()
+    told = [(event.kind, event.text, dict(event.detail)) for event in events.after(0)]
+    assert [kind for kind, _, _ in told] == [
+        *(EventKind.EVICTED, EventKind.SAVES_DROPPED, EventKind.SAVES_DROPPED),
+        *(EventKind.CATALOG, EventKind.CATALOG),
+    ]
+    assert told[0][1].startswith("3 boundaries left s3")
+    assert told[0][2] == {"tier": "s3", "num_bytes": 4096, "evicted": 2, "expired": 1}
+    assert told[1][2] == {"records": 3} and told[2][2] == {"tier": "redis", "full": 4}
+    assert "6 changes" in told[3][1] and "reindex" in told[4][1]
