@@ -48,6 +48,9 @@ class Finisher:
         meters: Where to count.
         limits: Bounds and times.
         clock: For deadlines.
+
+    Attributes:
+        is_paused: Nothing is claimed for now.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Finisher:
         self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: until when it is waited for
         self._room = ByteBudget(limits.finish_bytes_in_flight)
         self._asked: dict[RecordKey, PendingEntry] = {}
+        self.is_paused = False
 
     def start(self) -> None:
         """Begin, now and until the owner of the background tasks is closed."""
@@ -111,7 +115,8 @@ class Finisher:
         while True:
             num_claimed = num_done = 0
             try:
-                num_claimed, num_done = await self.round()
+                if not self.is_paused:
+                    num_claimed, num_done = await self.round()
             except Closed:
                 return
             except KVStoreError:

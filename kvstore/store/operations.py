@@ -42,6 +42,7 @@ class TierState:
         reason: Why it did not.
         waiting_records: Records that wait here to be written there.
         waiting_bytes: Their bytes.
+        is_paused: They wait because an operator said so.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TierState:
     reason: str = ""
     waiting_records: int = 0
     waiting_bytes: int = 0
+    is_paused: bool = False
 
 
 class StoreOperations:
@@ -160,10 +162,7 @@ class StoreOperations:
             Unavailable: Some may be left.
         """
         _check_piece(len(keys))
-        tier = self._slower.get(level)
-        if tier is None:
-            raise InvalidRequest("this store has no such tier", level=level.name.lower())
-        await tier.delete_all(keys, deadline=deadline)
+        await self._tier(level).delete_all(keys, deadline=deadline)
 
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
         """How each tier is, the quickest first. One that does not answer costs the deadline, no more."""
@@ -171,11 +170,60 @@ class StoreOperations:
         states = await asyncio.gather(*(_state(tier, level, deadline) for level, tier in levels))
         waiting = self._saver.waiting()
         return [
-            replace(state, waiting_records=waiting[state.name][0], waiting_bytes=waiting[state.name][1])
+            replace(
+                state,
+                waiting_records=waiting[state.name][0],
+                waiting_bytes=waiting[state.name][1],
+                is_paused=(queue := self._saver.queue_of(state.name)) is not None and queue.is_paused,
+            )
             if state.name in waiting
             else state
             for state in states
         ]
+
+    async def stored_sizes(
+        self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline
+    ) -> Sequence[int | None]:
+        """For each record its bytes in a slower tier; `None`: it is not there.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
+            Unavailable: The tier does not answer.
+        """
+        _check_piece(len(keys))
+        return await self._tier(level).head(keys, deadline=deadline)
+
+    async def pause(self, level: Level, *, is_paused: bool) -> None:
+        """Pause the write-back to a tier, or go on with it.
+
+        Raises:
+            InvalidRequest: There is no such tier.
+        """
+        self._saver.pause(self._tier(level).name, is_paused=is_paused)
+
+    async def left_to_write(self, level: Level, mark: int | None = None) -> tuple[int, int, bool]:
+        """How many records wait to be written to a tier, of those that had arrived at a mark.
+
+        Args:
+            level: Which tier.
+            mark: From the first call; `None`: this is it.
+
+        Returns:
+            The number, the mark, and whether the write-back is paused.
+
+        Raises:
+            InvalidRequest: There is no such tier.
+        """
+        queue = self._saver.queue_of(self._tier(level).name)
+        assert queue is not None
+        mark = queue.mark if mark is None else mark
+        return queue.left_before(mark), mark, queue.is_paused
+
+    def _tier(self, level: Level) -> Tier:
+        tier = self._slower.get(level)
+        if tier is None:
+            raise InvalidRequest("this store has no such tier", level=level.name.lower())
+        return tier
 
 
 async def _state(tier: Tier, level: Level | None, deadline: Deadline) -> TierState:

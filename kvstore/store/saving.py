@@ -261,9 +261,32 @@ class Saver:
     def describe(self) -> dict[str, dict[str, object]]:
         """What waits, by tier."""
         return {
-            tier.name: {"records": len(queue), "bytes": queue.used_bytes, "failing": queue.failing}
+            tier.name: {
+                "records": len(queue),
+                "bytes": queue.used_bytes,
+                "failing": queue.failing,
+                "paused": queue.is_paused,
+            }
             for tier, queue in self._queues
         }
+
+    def queue_of(self, tier_name: str) -> WriteBack | None:
+        """What waits for one tier."""
+        return next((queue for tier, queue in self._queues if tier.name == tier_name), None)
+
+    def pause(self, tier_name: str, *, is_paused: bool) -> None:
+        """Write nothing to a tier in the background until told otherwise, others' write-backs included. Saves that wait
+        for the tier are written all the same.
+        """
+        queue = self.queue_of(tier_name)
+        if queue is None:
+            return
+        if is_paused:
+            queue.pause()
+        else:
+            queue.resume()
+        if self._finisher is not None and self._cold is not None and self._cold.name == tier_name:
+            self._finisher.is_paused = is_paused
 
     def waiting(self) -> dict[str, tuple[int, int]]:
         """Records that wait, and their bytes, by tier."""

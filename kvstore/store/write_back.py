@@ -71,6 +71,10 @@ class WriteBack:
         meters: Where to count.
         limits: Bounds and times.
         clock: For deadlines.
+
+    Attributes:
+        used_bytes: What waits.
+        is_paused: Nothing is written until `resume`.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class WriteBack:
         clock: Clock,
     ) -> None:
         self.used_bytes = 0
+        self.is_paused = False
         self._tier = tier
         self._journeys = journeys
         self._is_hot = is_hot
@@ -133,10 +138,29 @@ class WriteBack:
         self.used_bytes += record.num_bytes
         self._empty.clear()
         heapq.heappush(self._heap, job)
-        if self._num_workers < self._limits.write_back_in_flight:
-            self._num_workers += 1
-            self._background.spawn(self._work(), f"write back to {self._tier.name}")
+        if not self.is_paused and self._num_workers < self._limits.write_back_in_flight:
+            self._add_worker()
         return True
+
+    def pause(self) -> None:
+        """Begin no further write until `resume`. What waits is kept, what comes is queued while there is room."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Write again. Idempotent."""
+        self.is_paused = False
+        if not self._num_workers and (self._heap or self._take_back()):
+            self._add_worker()
+            self._grow()
+
+    @property
+    def mark(self) -> int:
+        """What has arrived so far, for `left_before`."""
+        return self._num_arrived
+
+    def left_before(self, mark: int) -> int:
+        """Records that wait, or are being written, of those that had arrived at a mark."""
+        return sum(job.arrival < mark for job in self._pending.values())
 
     def forget(self, key: RecordKey) -> None:
         """Write `key` no more: it is bad. A write that has begun may still end."""
@@ -153,7 +177,11 @@ class WriteBack:
         self._end(job)
 
     async def drain(self, deadline: Deadline) -> int:
-        """Wait until nothing is left to write, or until the deadline; returns how many records are left."""
+        """Wait until nothing is left to write, or until the deadline; returns how many records are left. Nobody waits
+        for one that is paused.
+        """
+        if self.is_paused:
+            return len(self._pending)
         try:
             async with deadline.scope("draining the write-back"):
                 await self._empty.wait()
@@ -164,14 +192,14 @@ class WriteBack:
     async def _work(self) -> None:
         """Write jobs until none waits. At most one worker goes on while the tier fails: one probe is enough."""
         try:
-            while self._heap or self._take_back():
+            while not self.is_paused and (self._heap or self._take_back()):
                 if self._failures:
                     if self._num_workers > 1:
                         return
                     limits = self._limits
                     pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
                     await asyncio.sleep(pause_s)
-                    if not self._heap and not self._take_back():
+                    if self.is_paused or (not self._heap and not self._take_back()):
                         return
                 await self._write(heapq.heappop(self._heap))
                 self._grow()
@@ -181,8 +209,11 @@ class WriteBack:
     def _grow(self) -> None:
         """Bring the other workers back after an outage."""
         while not self._failures and self._num_workers < min(self._limits.write_back_in_flight, len(self._heap)):
-            self._num_workers += 1
-            self._background.spawn(self._work(), f"write back to {self._tier.name}")
+            self._add_worker()
+
+    def _add_worker(self) -> None:
+        self._num_workers += 1
+        self._background.spawn(self._work(), f"write back to {self._tier.name}")
 
     async def _write(self, job: _Job) -> None:
         job.attempts += 1

@@ -28,9 +28,10 @@ HYBRID = Layout(64, (GroupLayout(FullAttention(), 2), GroupLayout(Recurrent(), 3
 """A recurrent state beside full attention."""
 
 
-def describe(layout: Layout, name: str = "test", tenant: str = "") -> NamespaceDescription:
-    """A namespace with this layout; another name is another namespace."""
-    return NamespaceDescription.from_fields({"model": name, "layout": describe_layout(layout)}, tenant)
+def describe(layout: Layout, name: str = "test", tenant: str = "", weights_id: str = "") -> NamespaceDescription:
+    """A namespace with this layout; another name, and other weights, are another namespace."""
+    fields = {"model": name, "layout": describe_layout(layout)} | ({"weights_id": weights_id} if weights_id else {})
+    return NamespaceDescription.from_fields(fields, tenant)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Prompt:
         model: Name of the namespace.
         payload_bytes: Of each record.
         tenant: Whose namespace it is.
+        weights_id: What its pages were computed with; empty: the description does not say.
     """
 
     layout: Layout
@@ -54,10 +56,12 @@ class Prompt:
     model: str = "test"
     payload_bytes: int = 1000
     tenant: str = ""
+    weights_id: str = ""
     description: NamespaceDescription = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "description", describe(self.layout, self.model, self.tenant))
+        description = describe(self.layout, self.model, self.tenant, self.weights_id)
+        object.__setattr__(self, "description", description)
 
     @property
     def namespace(self) -> NamespaceId:

@@ -17,7 +17,7 @@ from kvstore.service.admin.local_user import is_own_user
 from kvstore.service.admin.problems import Refused
 from kvstore.service.credentials import Credentials, Grant, Scope
 
-__all__ = ["OPEN_PATHS", "Access", "Administrator", "Operator", "Reader", "is_open"]
+__all__ = ["OPEN_PATHS", "Access", "Administrator", "Operator", "OperatorAdministrator", "Reader", "is_open"]
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 """Asked without a token, by whoever supervises the process; they tell nothing of what is stored."""
@@ -135,3 +135,4 @@ class _Needs:
 Reader = Annotated[Grant, Depends(_Needs(Scope.READ))]
 Administrator = Annotated[Grant, Depends(_Needs(Scope.ADMIN))]
 Operator = Annotated[Grant, Depends(_Needs(Scope.READ, is_operators=True))]
+OperatorAdministrator = Annotated[Grant, Depends(_Needs(Scope.ADMIN, is_operators=True))]

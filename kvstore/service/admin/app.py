@@ -11,16 +11,22 @@ import kvstore
 from kvstore.runtime.events import Events
 from kvstore.service.admin import (
     dashboard_files,
+    deletions,
     events,
+    gc,
     health,
     history,
+    jobs,
     lookup,
+    maintenance,
     metrics,
     namespaces,
     pins,
     prefixes,
+    quotas,
     requests,
     tiers,
+    weights,
 )
 from kvstore.service.admin.access import Access, Reader
 from kvstore.service.admin.context import AdminContext
@@ -36,6 +42,7 @@ _DESCRIPTION = (
     "Unix epoch; a token sees, counts and touches what belongs to its tenant, an operator's all. See docs/admin.md."
 )
 _RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers, history, events)
+_MANAGEMENT = (deletions, maintenance, quotas, weights, gc, jobs)
 
 
 def make_app(context: AdminContext, access: Access, told: Events) -> FastAPI:
@@ -69,7 +76,7 @@ def make_routes() -> FastAPI:
     app.include_router(health.router)
     app.include_router(metrics.router)
     app.include_router(dashboard_files.router)
-    for resource in _RESOURCES:
+    for resource in (*_RESOURCES, *_MANAGEMENT):
         app.include_router(resource.router, prefix="/v1")
     app.include_router(_own, prefix="/v1")
     _describe_problems(app)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from kvstore.catalog.base import Catalog, NamespaceTotals
-from kvstore.compose import open_catalog
+from kvstore.catalog.entry import Level
+from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId
@@ -22,6 +23,7 @@ from kvstore.service.admin.problems import Refused
 from kvstore.service.credentials import Grant
 from kvstore.settings import Settings
 from kvstore.store.operations import StoreOperations
+from kvstore.tiers.base import Tier
 
 __all__ = ["CatalogAccess", "Namespace"]
 
@@ -101,6 +103,18 @@ class CatalogAccess:
                 tenants = await catalog.namespaces(deadline=deadline)
                 self._tenants = SYSTEM_CLOCK.monotonic_s(), tenants
             return tenants.get(namespace)
+
+    @asynccontextmanager
+    async def tier(self, level: Level) -> AsyncIterator[Tier]:
+        """A slower tier over connections of our own, for walks over all of it; nobody else waits for what it does.
+
+        Raises:
+            InvalidRequest: There is none.
+            Unavailable: It cannot be opened.
+        """
+        location = self._settings.hot if level is Level.HOT else self._settings.cold
+        async with open_tier(location, self._settings) as opened:
+            yield opened
 
     def forget_totals(self) -> None:
         """Something was deleted: read them anew."""

@@ -13,11 +13,13 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
 from kvstore.service.admin.bridge import Bridge
-from kvstore.service.admin.catalog_access import CatalogAccess
+from kvstore.service.admin.catalog_access import CatalogAccess, Namespace
 from kvstore.service.admin.followers import Followers
+from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.history import History
 from kvstore.store.key_ring import Generation
 from kvstore.store.operations import StoreOperations
+from kvstore.store.standing_orders import WEIGHTS_FIELD
 
 __all__ = ["AdminContext", "Context"]
 
@@ -43,6 +45,7 @@ class AdminContext:
         history: What was counted lately; safe from any thread.
         is_stopping: Whether long answers should end; safe from any thread.
         clock: For deadlines and expiry.
+        jobs: Long operations.
         walks: Turns of those who walk over many entries.
         followers: Who follows the events.
     """
@@ -56,12 +59,20 @@ class AdminContext:
     is_stopping: Callable[[], bool]
     generations: Callable[[str], Sequence[Generation]] = _plain_only
     clock: Clock = SYSTEM_CLOCK
+    jobs: JobBoard = field(default_factory=JobBoard)
     walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
     followers: Followers = field(default_factory=Followers)
 
     def soon(self, seconds: float = _CALL_S) -> Deadline:
         """When a call gives up."""
         return Deadline.after(seconds, self.clock)
+
+    def is_retired(self, namespace: Namespace) -> bool:
+        """Whether nothing of a namespace is served, because its weights are retired."""
+        orders, description = self.operations.orders, namespace.description
+        return orders is not None and orders.are_retired(
+            description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
+        )
 
     def now_s(self) -> int:
         """Seconds since the Unix epoch."""

@@ -7,7 +7,7 @@ record goes, and whoever dies in between leaves a mark that the same call, made 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from fastapi import Request
@@ -26,7 +26,7 @@ from kvstore.service.admin.pinned import protected_by_pins
 from kvstore.service.admin.problems import Refused
 from kvstore.store.operations import PIECE_RECORDS_MAX
 
-__all__ = ["Deleted", "delete_boundary", "delete_namespace", "told"]
+__all__ = ["Deleted", "count_entry", "delete_boundary", "delete_entries", "delete_namespace", "told"]
 
 _CALL_S = 30.0
 _WHOLE_S = 10.0
@@ -89,10 +89,10 @@ async def delete_boundary(context: AdminContext, namespace: Namespace, prefix: P
     deleted = Deleted(is_dry_run=not confirm, is_complete=True, num_pinned=0, by_tier={})
     _count_memory(context, deleted, sizes)
     if entry is not None:
-        _count(context, deleted, entry)
+        count_entry(context, deleted, entry)
     if confirm:
         if entry is not None:
-            await _delete(context, catalog, [entry])
+            await delete_entries(context, catalog, [entry])
         await _forget(context, keys)
         context.catalog.forget_totals()
     return deleted
@@ -128,15 +128,22 @@ async def delete_namespace(context: AdminContext, namespace: Namespace, *, confi
                 part = [entry_at(namespace.id, step, row) for row in rows[start : start + _BOUNDARIES_AT_ONCE]]
                 free = [entry for entry in part if entry.prefix not in protected]
                 deleted.num_pinned += len(part) - len(free)
-                await _delete(context, catalog, free)
+                await delete_entries(context, catalog, free)
                 for entry in free:
-                    _count(context, deleted, entry)
+                    count_entry(context, deleted, entry)
     context.catalog.forget_totals()
     return deleted
 
 
-async def _delete(context: AdminContext, catalog: Catalog, entries: Sequence[BoundaryEntry]) -> None:
-    for level in Level:
+async def delete_entries(
+    context: AdminContext, catalog: Catalog, entries: Sequence[BoundaryEntry], levels: Iterable[Level] = Level
+) -> None:
+    """Delete all records of some boundaries, a bounded piece of work.
+
+    Raises:
+        Unavailable: A tier or the catalog does not answer; what may still be there is seen again.
+    """
+    for level in levels:
         if level not in context.operations.tier_names:
             continue
         there = [entry for entry in entries if entry.num_records(level) or level in entry.leaving]
@@ -190,7 +197,8 @@ def _count_memory(context: AdminContext, deleted: Deleted, sizes: Sequence[int |
         deleted.count(context.operations.tier_names[None], len(held), sum(held))
 
 
-def _count(context: AdminContext, deleted: Deleted, entry: BoundaryEntry) -> None:
+def count_entry(context: AdminContext, deleted: Deleted, entry: BoundaryEntry) -> None:
+    """One more boundary, at each slower tier that holds some of it."""
     for level, name in context.operations.tier_names.items():
         if level is not None and entry.num_records(level):
             deleted.count(name, entry.num_records(level), entry.num_bytes(level))

@@ -84,6 +84,7 @@ class PromptFound(BaseModel):
                 "num_tokens": 4096,
                 "resume_tokens": 1024,
                 "is_certain": True,
+                "is_retired": False,
                 "groups": [
                     {
                         "group": 0,
@@ -105,6 +106,7 @@ class PromptFound(BaseModel):
     is_certain: bool = Field(
         description="the catalog knows of everything that is stored; else the tiers may hold more than is told here"
     )
+    is_retired: bool = Field(default=False, description="the namespace's weights are retired: nothing of it is served")
     groups: list[GroupReach]
     boundaries: list[FoundBoundary] = Field(
         description="in the prompt's order, the first 1,024; those with nothing are left out"
@@ -133,7 +135,10 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
         for level, held in ((Level.HOT, hot), (Level.COLD, cold)):
             if level in context.operations.tier_names:
                 maps[context.operations.tier_names[level]] = held
-        return await _found(found.layout, boundaries, maps, is_certain=is_certain)
+        if is_retired := context.is_retired(found):
+            maps = {}
+        told = await _found(found.layout, boundaries, maps, is_certain=is_certain)
+        return told.model_copy(update={"is_retired": is_retired})
 
 
 async def _read_prompt(request: Request) -> tuple[Prompt, Sequence[int]]:

@@ -42,6 +42,7 @@ class NamespaceList(BaseModel):
 class NamespaceDetail(NamespaceSummary):
     """One namespace with its description."""
 
+    is_retired: bool = Field(description="its weights are retired: nothing of it is served on any service")
     description: dict[str, Any] | None = Field(
         description="all fields that make it this one; null: its manifest is nowhere",
         examples=[{"model": "llama", "layout": {"page_tokens": 256, "groups": []}}],
@@ -74,13 +75,14 @@ async def show_namespace(context: Context, grant: Reader, namespace: NamespaceTe
     await context.catalog.check(wanted, grant, deadline=context.soon())
     totals = await context.catalog.totals(deadline=context.soon())
     description: dict[str, Any] | None = None
+    is_retired = False
     try:
         found = await context.catalog.find(wanted, grant, deadline=context.soon())
-        description = found.description.fields
+        description, is_retired = found.description.fields, context.is_retired(found)
     except Unavailable:
         pass  # what it holds is told all the same
     held = totals.get(wanted, NamespaceTotals())
-    return NamespaceDetail(**_summary(context, wanted, held), description=description)
+    return NamespaceDetail(**_summary(context, wanted, held), is_retired=is_retired, description=description)
 
 
 @router.delete("/namespaces/{namespace}", responses=refusals(401, 403, 404, 422, 429, 503))

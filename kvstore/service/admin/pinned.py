@@ -17,13 +17,21 @@ __all__ = ["protected_by_pins"]
 _WALK_S = 30.0
 
 
-async def protected_by_pins(context: AdminContext, catalog: Catalog, namespace: Namespace) -> set[PrefixHash]:
+async def protected_by_pins(
+    context: AdminContext, catalog: Catalog, namespace: Namespace, *, walk_s: float = _WALK_S
+) -> set[PrefixHash]:
     """The boundaries of a namespace that stay: retention keeps the same ones.
+
+    Args:
+        context: The way there.
+        catalog: Where to look.
+        namespace: Whose.
+        walk_s: How long a look at every entry may take.
 
     Raises:
         Unavailable: The catalog does not answer, or not all of it could be looked at in time.
     """
-    deadline, now_s = context.soon(_WALK_S), context.now_s()
+    deadline, now_s = context.soon(walk_s), context.now_s()
     protected: set[PrefixHash] = set()
     cursor: str | None = ""
     async for _, step in steps_of(catalog, namespace.id, "", deadline):

@@ -83,6 +83,7 @@ async def _serve(
         await http.serve(sockets=[sock])
     finally:
         await background.aclose()
+        await context.jobs.aclose()
         await catalog.aclose()
 
 

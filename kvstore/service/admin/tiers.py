@@ -44,6 +44,7 @@ class TierStatus(BaseModel):
                 "healthy": True,
                 "breaker": "closed",
                 "reason": None,
+                "write_back": "running",
                 "usage": {
                     "num_records": 40960,
                     "used_bytes": 85899345920,
@@ -62,6 +63,7 @@ class TierStatus(BaseModel):
     healthy: bool
     breaker: Literal["closed", "open"] = Field(description="open: it failed, and is left alone until a probe succeeds")
     reason: str | None = Field(description="why it is not healthy; to operators")
+    write_back: Literal["running", "paused"] = Field(description="paused: nothing is written there in the background")
     usage: Usage | None = Field(description="to operators; null: it does not answer, or to a tenant")
     own: Amount | None = Field(description="what the token may see of it; null: this node's memory, or no books")
 
@@ -102,6 +104,7 @@ def _status(state: TierState, grant: Grant, own: Amount | None) -> TierStatus:
         healthy=healthy,
         breaker="open" if state.is_open else "closed",
         reason=state.reason or None if is_operator else None,
+        write_back="paused" if state.is_paused else "running",
         usage=Usage(
             num_records=usage.num_records,
             used_bytes=usage.used_bytes,

@@ -12,13 +12,13 @@ from kvstore.catalog.orders import FileOrders
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota
-from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.store.standing_orders import StandingOrders
-from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.prompts import ATTENTION, Prompt, describe
 
 
 def soon() -> Deadline:
@@ -30,8 +30,7 @@ def orders_of(path: Path, quotas: Mapping[str, Quota] | None = None) -> Standing
 
 
 def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
-    fields = {"model": "m", "weights_id": weights_id, "layout": describe_layout(ATTENTION)}
-    return NamespaceDescription.from_fields(fields, tenant)
+    return describe(ATTENTION, "m", tenant, weights_id)
 
 
 async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None:
@@ -100,8 +99,7 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
     Nothing is deleted: taken back, all is there.
     """
     settings = load_settings({"memory_bytes": "16MiB", "disk_bytes": "64MiB", "cold": f"file://{tmp_path / 'r'}"})
-    prompt = Prompt(ATTENTION, "a", 128, tenant="red")
-    object.__setattr__(prompt, "description", described("old"))
+    prompt = Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old")
     async with open_store(settings) as store:
         await store.open_namespace(prompt.description, deadline=soon())
         for record in prompt.records():

@@ -51,7 +51,7 @@ class TestWriteBack:
             for record in prompt.records():
                 assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
             status = await store.status(deadline=soon())
-            assert status["write_back"] == {"s3": {"records": 6, "bytes": 6 * 1192, "failing": True}}
+            assert status["write_back"] == {"s3": {"records": 6, "bytes": 6 * 1192, "failing": True, "paused": False}}
             assert store.meters.get("write_back_dropped", tier="s3", reason="queue_full") == 14
             assert (await stage(store, prompt)).resume_tokens == 640
             cold.down = False

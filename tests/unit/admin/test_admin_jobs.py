@@ -1,0 +1,250 @@
+"""Long operations: watched, cancelled, bounded, one's own, and what each of them does, over a directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstore.api import Ack
+from kvstore.catalog.base import Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import Level
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.names import format_name
+from kvstore.format.record import seal
+from kvstore.model.keys import Boundary, RecordKey
+from kvstore.model.prefix_chain import PlainChain
+from kvstore.testing.prompts import ATTENTION, Prompt
+from tests.unit.admin.admin_world import World, prompt_of, soon, world
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[World]:
+    async with world(tmp_path) as opened:
+        yield opened
+
+
+async def ended(client: httpx.AsyncClient, started: httpx.Response) -> dict[str, Any]:
+    """A job when it has ended."""
+    assert started.status_code == 202, started.text
+    job: dict[str, Any] = started.json()
+    while job["state"] == "running":
+        await asyncio.sleep(0.01)
+        job = (await client.get(f"/v1/jobs/{job['job']}")).json()
+    return job
+
+
+def catalog_of(made: World) -> Catalog:
+    assert made.store._recorder is not None
+    return made.store._recorder.catalog
+
+
+async def held(made: World, prompt: Prompt) -> int:
+    await made.store.open_namespace(prompt.description, deadline=soon())
+    return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
+
+
+async def test_what_goes_on_from_a_boundary_is_deleted(made: World) -> None:
+    """A boundary with all behind it, other prompts of the same start included; what is before it stays, and what a pin
+    protects. Without `confirm` nothing is deleted, and the report is the same.
+    """
+    prompt = await made.save(prompt_of("a"))
+    body = {"namespace": prompt.namespace.hex(), "prefix": prompt.boundary(192).prefix.hex()}
+    async with made.client("red") as client:
+        told = await ended(client, await client.post("/v1/deletions", json=body))
+        assert (told["state"], told["is_dry_run"], told["kind"]) == ("done", True, "deletion")
+        gone = told["report"]["by_tier"]["filesystem"]
+        assert (gone["num_boundaries"], told["progress"]) == (4, {"done": 4, "total": 4, "unit": "boundaries"})
+        assert await held(made, prompt) == 336
+        pin = {"namespace": prompt.namespace.hex(), "prefix": prompt.boundary(192).prefix.hex(), "expires_in_s": 60}
+        assert (await client.post("/v1/pins", json=pin)).status_code == 201
+        done = await ended(client, await client.post("/v1/deletions?confirm=true", json=body))
+        assert (done["report"]["num_pinned"], done["report"]["by_tier"]["filesystem"]["num_boundaries"]) == (1, 3)
+        assert done["report"]["is_complete"] and await held(made, prompt) == 192
+        unused = await ended(client, await client.post("/v1/deletions", json={**body, "unused_s": 3600}))
+        assert unused["report"]["by_tier"] == {}
+
+
+async def save_for(made: World, salt: str, tokens: list[int]) -> list[Boundary]:
+    """A prompt of a user, under the hashes of its salt and tokens; parents are learnt as from an engine."""
+    from kvstore.api import PrefixQuery
+
+    prompt = Prompt(ATTENTION, "tokens", 64, tenant="red")
+    await made.store.open_namespace(prompt.description, deadline=soon())
+    boundaries = PlainChain(salt).extend(tokens)
+    query = PrefixQuery(
+        prompt.namespace, tuple(boundaries), local_tokens=0, cap_tokens=boundaries[-1].tokens, step_tokens=16
+    )
+    await made.store.lookup(query, deadline=soon())
+    pages = [boundary for boundary in boundaries if boundary.tokens % 64 == 0]
+    for boundary in pages:
+        kind, span = ATTENTION.groups[0].record_at(boundary.tokens, 64)
+        for slice_ in range(2):
+            key = RecordKey(prompt.namespace, boundary.prefix, 0, slice_)
+            header = HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000)
+            await made.store.save(seal(header, bytearray(HEADER_BYTES + 100)), ack=Ack.COLD, deadline=soon())
+    await made.settle()
+    return pages
+
+
+async def test_one_users_prompts_are_deleted_by_salt(made: World) -> None:
+    """Two users ask with the same tokens under their own salts; one's prompts, told by the salt and what they begin
+    with, go with all turns that went on from there, and the other's stay.
+    """
+    system, namespace = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red").namespace
+    for user in ("anna", "ben"):
+        for turn in (1, 2, 3):
+            await save_for(made, user, system + [turn] * 64 * turn)
+    async with made.client("red") as client:
+        body = {"namespace": namespace.hex(), "token_ids": system, "cache_salt": "anna"}
+        told = await ended(client, await client.post("/v1/deletions", json=body))
+        assert told["report"]["by_tier"]["filesystem"]["num_boundaries"] == 1 + 1 + 2 + 3
+        done = await ended(client, await client.post("/v1/deletions?confirm=true", json=body))
+        assert done["report"]["by_tier"] == told["report"]["by_tier"]
+        for user, resumes in (("anna", 0), ("ben", 64 * 3)):
+            asked = {"namespace": namespace.hex(), "token_ids": system + [2] * 128, "cache_salt": user}
+            assert (await client.post("/v1/lookup", json=asked)).json()["resume_tokens"] == resumes
+        alone = await client.post("/v1/deletions", json={"namespace": namespace.hex(), "cache_salt": "anna"})
+        assert (alone.status_code, alone.json()["field"]) == (422, "body.token_ids")
+        assert "tokens" in alone.json()["detail"]
+
+
+async def test_a_running_job_is_cancelled(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs in the tier: it is listed as running, to its own tenant alone, and ends when it is told to; what it had
+    hidden is served again. One that has ended is told as it is.
+    """
+    prompt = await made.save(prompt_of("a"))
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hang(*_: object, **__: object) -> None:
+        began.set()
+        await go_on.wait()
+
+    monkeypatch.setattr(made.store.operations, "delete", hang)
+    body = {"namespace": prompt.namespace.hex()}
+    async with made.client("red") as client, made.client("blue") as blue, made.client("red reader") as reader:
+        job = (await client.post("/v1/deletions?confirm=true", json=body)).json()["job"]
+        await began.wait()
+        for one in (client, reader):
+            assert [(job["job"], job["state"]) for job in (await one.get("/v1/jobs")).json()["jobs"]] == [
+                (job, "running")
+            ]
+        assert (await blue.get("/v1/jobs")).json()["jobs"] == []
+        assert (await blue.delete(f"/v1/jobs/{job}")).status_code == 404
+        assert (await reader.delete(f"/v1/jobs/{job}")).status_code == 403
+        cancelled = (await client.delete(f"/v1/jobs/{job}")).json()
+        assert cancelled["state"] == "cancelled" and cancelled["ended_s"] is not None
+        assert (await client.delete(f"/v1/jobs/{job}")).json() == cancelled
+        entry = await catalog_of(made).get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
+        assert entry is not None and not entry.leaving
+
+
+async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's third job is refused while two run, another tenant's is not; the service ends although they hang."""
+    began = asyncio.Semaphore(0)
+    async with world(tmp_path) as made:
+        red, blue = await made.save(prompt_of("a")), await made.save(prompt_of("b", "blue"))
+
+        async def hang(*_: object, **__: object) -> None:
+            began.release()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(made.store.operations, "delete", hang)
+        async with made.client("red") as client, made.client("blue") as other:
+            for _ in range(2):
+                started = await client.post("/v1/deletions?confirm=true", json={"namespace": red.namespace.hex()})
+                assert started.status_code == 202
+            refused = await client.post("/v1/gc")
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+            started = await other.post("/v1/deletions?confirm=true", json={"namespace": blue.namespace.hex()})
+            assert started.status_code == 202
+            for _ in range(3):
+                await began.acquire()
+    assert not made.port._thread or not made.port._thread.is_alive()
+
+
+async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> None:
+    """Retired weights, a boundary without a slice with all that stands on it, a deletion that was cut off, and a record
+    that the catalog lacks: found by a dry run, deleted by the next, and nothing else is.
+    """
+    old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
+    kept = await made.save(prompt_of("a"))
+    catalog = catalog_of(made)
+    broken = await made.save(Prompt(ATTENTION, "broken", 64 * 4, tenant="red", model="broken"))
+    key = broken.key(128, 0, 1)
+    await made.store.operations.delete([key], Level.COLD, deadline=soon())
+    await catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
+    cut = await made.save(Prompt(ATTENTION, "cut", 64, tenant="red", model="cut"))
+    await catalog.start_leaving(cut.namespace, cut.boundary(64).prefix, Level.COLD, deadline=soon())
+    lost = await made.save(Prompt(ATTENTION, "lost", 64, tenant="red", model="lost"))
+    await catalog.remove(
+        [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()
+    )
+    orders = made.store.operations.orders
+    assert orders is not None
+    await orders.retire("red", "old", is_retired=True, deadline=soon())
+    expected = {"retired": 2, "incomplete": 3, "unfinished": 1, "orphans": 1}
+    async with made.client("operator") as client, made.client("red") as red:
+        fresh = await ended(red, await red.post("/v1/gc"))
+        assert fresh["report"]["incomplete"] == {} and fresh["report"]["orphans"] == {}
+        pushed = pytest.MonkeyPatch()
+        pushed.setattr("kvstore.service.admin.gc._MENDED_S", 0)  # a minute has passed
+        for confirm in (False, True):
+            job = await ended(client, await client.post("/v1/gc", params={"confirm": confirm}))
+            assert (job["state"], job["error"], job["report"]["notes"]) == ("done", None, [])
+            found = {kind: job["report"][kind]["filesystem"]["num_boundaries"] for kind in expected}
+            assert found == expected
+        again = await ended(client, await client.post("/v1/gc"))
+        pushed.undo()
+        assert all(again["report"][kind] == {} for kind in expected)
+    assert await held(made, kept) == 336
+    for key in (*old.record_keys(), *lost.record_keys(), *cut.record_keys()):
+        assert not (tmp_path / "records" / format_name(key)).exists()
+    await orders.retire("red", "old", is_retired=False, deadline=soon())
+    assert (await held(made, old), await held(made, broken)) == (0, 64)
+
+
+async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None:
+    """Paused, what is saved waits, and a drain is refused; resumed, the drain ends when it has been written."""
+    prompt = prompt_of("a")
+    await made.store.open_namespace(prompt.description, deadline=soon())
+    async with made.client("operator") as client:
+        paused = (await client.post("/v1/tiers/cold/pause")).json()
+        assert paused == {"tier": "filesystem", "level": "cold", "write_back": "paused", "waiting_records": 0}
+        for record in prompt.records():
+            await made.store.save(record, deadline=soon())
+        listed = (await client.get("/v1/tiers")).json()["tiers"]
+        assert [(one["write_back"], one["usage"]["waiting_records"]) for one in listed] == [
+            ("running", 0),
+            ("paused", 12),
+        ]
+        refused = await client.post("/v1/tiers/cold/drain")
+        assert refused.status_code == 409 and "resume" in refused.json()["detail"]
+        assert (await client.post("/v1/tiers/cold/resume")).json()["write_back"] == "running"
+        job = await ended(client, await client.post("/v1/tiers/cold/drain"))
+        assert (job["state"], job["kind"]) == ("done", "drain")
+        assert (await client.get("/v1/tiers")).json()["tiers"][1]["usage"]["waiting_records"] == 0
+        assert (await client.post("/v1/tiers/hot/pause")).status_code == 404
+        assert (await client.post("/v1/tiers/memory/pause")).status_code == 422
+
+
+async def test_a_tier_is_verified_and_reindexed(made: World, tmp_path: Path) -> None:
+    """A damaged record is named and put aside, and the catalog knows; what the catalog lost is told to it again."""
+    prompt = await made.save(prompt_of("a"))
+    path = tmp_path / "records" / format_name(prompt.key(128))
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    async with made.client("operator") as client:
+        job = await ended(client, await client.post("/v1/tiers/cold/verify"))
+        report = job["report"]
+        assert (job["state"], report["num_records"], report["num_whole"], report["num_bad"]) == ("done", 12, 11, 1)
+        assert report["bad"][0]["name"] == format_name(prompt.key(128))
+        found = (await client.get(f"/v1/namespaces/{prompt.namespace.hex()}")).json()["held"]["filesystem"]
+        assert found["num_records"] == 11
+        await catalog_of(made).clear(deadline=soon())
+        job = await ended(client, await client.post("/v1/tiers/cold/reindex?confirm=true"))
+        assert (job["state"], job["report"]["num_records"]) == ("done", 11)
+        assert await catalog_of(made).is_complete(deadline=soon())
