@@ -187,6 +187,8 @@ class Settings(BaseSettings):
         pending_lease_s: So long after a service's death another one finishes what it left. Shorter finishes sooner, and
             what a service that hangs for so long has begun is done twice.
         drain_timeout_s: How long a stopping service goes on writing what waits.
+        log_format: `text`, or `json`: an object on each line, for collectors. Both tell the request, tenant and
+            namespace that a line belongs to, and neither shows a secret.
         idle_exit_s: End when no client was there for so long; unset: never. For private services.
     """
 
@@ -227,6 +229,7 @@ class Settings(BaseSettings):
     pending_bytes: Bytes = 8 << 30
     pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    log_format: Literal["text", "json"] = "text"
     idle_exit_s: Seconds | None = None
 
     def tls(self) -> ServerTls | None:

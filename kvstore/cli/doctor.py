@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +22,9 @@ from kvstore.doctor import (
     Verdict,
     checks_of,
     run_checks,
-    secrets_of,
     without,
 )
+from kvstore.service.secrets import secrets_of
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import UnixAddress
 from kvstore.wire.tls import ClientTls
@@ -66,7 +65,7 @@ def doctor(
     admin = settings.admin_listen if url == str(settings.listen) else None
     address = ServiceAddress(url, token_file or settings.token_file, tls, admin)
     checks = checks_of(settings, address)
-    secrets = [*secrets_of(settings), os.getenv("AWS_SECRET_ACCESS_KEY", ""), os.getenv("AWS_SESSION_TOKEN", "")]
+    secrets = secrets_of(settings)
     logging.getLogger("kvstore").setLevel(logging.CRITICAL)  # what is wrong stands in the findings
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
+from kvstore.service.logs import log_to_stderr
 from kvstore.service.main import serve_settings
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
@@ -19,7 +19,7 @@ __all__ = ["serve"]
 
 def serve(config: Path | None = None, **flags: Any) -> None:
     """Run a store service until Ctrl-C or SIGTERM. Flags win over KVSTORE_... variables, these over the file."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     serve_settings(load_settings(flags, config=config), on_ready=_say_ready)
 
 

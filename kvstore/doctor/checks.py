@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from urllib.parse import quote, urlsplit
 
 from kvstore.doctor.directory import DIRECTORY_NAMES, directory_check
 from kvstore.doctor.finding import skipped
@@ -19,7 +18,7 @@ from kvstore.settings import Settings
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
 
-__all__ = ["checks_of", "secrets_of"]
+__all__ = ["checks_of"]
 
 _ELSEWHERE = "the settings here name no tiers: run this with the service's (--config, KVSTORE_HOT, KVSTORE_COLD)"
 
@@ -85,12 +84,3 @@ def _none(names: Sequence[str], why: str) -> Check:
         tell(skipped(names[0], why))
 
     return Check((names[0],), run, "")
-
-
-def secrets_of(settings: Settings) -> list[str]:
-    """What no finding may show, in each of its spellings."""
-    hot, cold = settings.hot, settings.cold
-    passwords = [hot.password] if isinstance(hot, RedisLocation) else []
-    if isinstance(cold, S3Location) and cold.endpoint_url is not None:
-        passwords.append(urlsplit(cold.endpoint_url).password)
-    return [spelled for password in filter(None, passwords) for spelled in (password, quote(password, safe=""))]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import socket
 import struct
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.service.credentials import Credentials, Grant
+from kvstore.service.failures import FailureLimit
 from kvstore.wire.protocol import FrameConnection
 
 __all__ = ["NO_TENANT", "PeerAdmission"]
+
+_log = logging.getLogger(__name__)
 
 NO_TENANT = ""
 """The tenant of peers that are admitted without a credential of their own."""
@@ -26,17 +30,23 @@ class PeerAdmission:
     Args:
         token: Admits a TCP peer without making it a tenant.
         credentials: Tokens that are tenants. With neither a token nor credentials every TCP peer is admitted.
+        failures: How often one TCP address may be wrong.
     """
 
-    def __init__(self, token: str = "", credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, token: str = "", credentials: Credentials | None = None, failures: FailureLimit | None = None
+    ) -> None:
         self._token = token.encode()
         self._credentials = credentials or Credentials()
+        self._failures = failures or FailureLimit()
+        self._proven: set[str] = set()
 
     def check(self, connection: FrameConnection, token: str) -> Grant:
         """Whose the peer is, and what it may do.
 
         Raises:
             InvalidRequest: Another user's process on the Unix socket, or a token that nobody has; on TCP also none.
+            Unavailable: Too many wrong tokens came from this address within a minute.
         """
         sock = connection.extra("socket")
         is_local = getattr(sock, "family", None) == socket.AF_UNIX
@@ -46,12 +56,34 @@ class PeerAdmission:
             )
             if user not in (0, os.geteuid()):
                 raise InvalidRequest("this Unix socket serves its own user only", expected=os.geteuid(), seen=user)
-        if token and (grant := self._credentials.grant_of(token)) is not None:
-            return grant
-        if self._token and hmac.compare_digest(self._token, token.encode()):
-            return _ANYBODY
-        if not token and is_local:
-            return _ANYBODY
-        if not self._credentials and (is_local or not self._token):
+        grant = self._grant_of(token)
+        if grant is None and ((not token and is_local) or (not self._credentials and (is_local or not self._token))):
             return _ANYBODY  # nobody was asked for a token
-        raise InvalidRequest("the token is wrong: name a token of this service in token_file", field="token")
+        if not is_local:
+            self._limit(_host(connection.extra("peername")), token, grant)
+        if grant is None:
+            raise InvalidRequest("the token is wrong: name a token of this service in token_file", field="token")
+        return grant
+
+    def _grant_of(self, token: str) -> Grant | None:
+        if not token:
+            return None
+        if (grant := self._credentials.grant_of(token)) is not None:
+            return grant
+        is_shared = bool(self._token) and hmac.compare_digest(self._token, token.encode())
+        return _ANYBODY if is_shared else None
+
+    def _limit(self, address: str, token: str, grant: Grant | None) -> None:
+        """Count wrong tokens; after too many a right guess is answered like a wrong one, unless it was right before."""
+        wait_s = self._failures.wait_s(address)
+        if wait_s and (grant is None or grant.name not in self._proven):
+            raise Unavailable("too many wrong tokens from this address: wait", seconds=wait_s)
+        if grant is not None:
+            self._proven.add(grant.name)
+        elif token:
+            self._failures.failed(address)
+            _log.warning("a wrong token was shown on the data port peer=%s", address)
+
+
+def _host(peer: object) -> str:
+    return str(peer[0]) if isinstance(peer, tuple) and peer else ""

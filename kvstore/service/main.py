@@ -15,8 +15,10 @@ from kvstore.compose_encryption import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.credentials import CredentialsFile
+from kvstore.service.logs import log_to_stderr, shape_logs
 from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
 from kvstore.service.running import run_service
+from kvstore.service.secrets import secrets_of
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import TcpAddress
@@ -33,6 +35,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     Raises:
         KVStoreError: It cannot start; the message says what to change.
     """
+    shape_logs(settings.log_format, secrets_of(settings))
     token = read_token(settings.token_file) if settings.token_file is not None else ""
     credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and not credentials:
@@ -110,7 +113,7 @@ def _run(given: dict[str, Any], on_ready: Callable[[], None]) -> int:
             log_to(directory / "service.log")
             serve_embedded(directory, given, lambda _: on_ready())
         else:
-            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+            log_to_stderr()
             serve_settings(load_settings(given, config=config), lambda _: on_ready())
     except AnotherRuns as error:
         _log.info("%s", error)

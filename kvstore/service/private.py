@@ -14,6 +14,7 @@ from pathlib import Path
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.listener import unix_accepts
+from kvstore.service.logs import ServiceFormatter
 
 __all__ = ["AnotherRuns", "detach", "log_to", "only_service_of"]
 
@@ -81,7 +82,7 @@ def detach() -> Callable[[int], None]:
 def log_to(path: Path) -> None:
     """Log into `path` and one older file beside it, a megabyte each."""
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES_MAX, backupCount=1)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(ServiceFormatter("%(asctime)s %(process)d %(levelname)s %(name)s: "))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -104,6 +104,7 @@ class Server:
     def _made(self, session: Session) -> None:
         self._sessions.add(session)
         self._num_sessions += 1
+        session.number = self._num_sessions
 
     def _ended(self, session: Session) -> None:
         self._sessions.discard(session)

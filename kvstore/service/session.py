@@ -15,6 +15,7 @@ from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.log_context import RequestContext, request_context
 from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Grant, Scope
@@ -47,6 +48,9 @@ class Session:
     When the peer is gone its work is cancelled and its leases end. Saves that were received in full go on: they need
     nobody, and an engine that ends right after saving should not lose pages.
 
+    Attributes:
+        number: Of the connection, for logs.
+
     Args:
         answers: What the requests mean; shared by all sessions.
         admission: Asked once, at the hello.
@@ -70,6 +74,7 @@ class Session:
         self.client = ""
         self.role = ""
         self.tenant = ""
+        self.number = 0
         self._may_save = False
         self.leases: set[LeaseId] = set()
         self._greeted = False
@@ -189,6 +194,8 @@ class Session:
 
     async def _serve(self, request: messages.Request, payload: memoryview | None, receipt: Receipt) -> None:
         deadline = _deadline(request)
+        namespace = getattr(request, "namespace", b"")
+        request_context.set(RequestContext(self.number, request.id, self.tenant, namespace))  # of this task alone
         reply: Message
         try:
             # the store keeps the deadline; the scope only makes sure that no request stays for ever

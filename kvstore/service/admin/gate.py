@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.runtime.events import EventKind, Events
+from kvstore.runtime.log_context import RequestContext, request_context
 from kvstore.service.admin.access import Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 
@@ -20,6 +22,8 @@ BODY_BYTES_MAX = 4 << 20
 
 _audit = logging.getLogger("kvstore.audit")
 
+_REQUEST_ID = b"x-request-id"
+_REQUEST_ID_FORM = re.compile("[A-Za-z0-9._:-]{1,64}")
 _LOOKS = ("GET", "HEAD", "OPTIONS")
 _NAMESPACE = re.compile("/([0-9a-f]{32})(?:/|$)")
 _DONE = {
@@ -52,17 +56,21 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         status = 500
+        request_id = _request_id(scope)
+        request_context.set(RequestContext(request=request_id))
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, request_id.encode())]
             await send(message)
 
         try:
             try:
                 if not is_open(scope["path"]):
-                    state["grant"] = self._access.admit(scope)
+                    grant = state["grant"] = self._access.admit(scope)
+                    request_context.set(RequestContext(request=request_id, tenant=grant.tenant or ""))
                 receive = _limited(scope, receive)
             except Refused as refused:
                 await answer(refused)(scope, receive, watched)
@@ -86,6 +94,13 @@ class Gate:
         detail |= {"who": grant.name, "what": f"{scope['method']} {scope['path']}"}
         text = done or f"{scope['method']} {scope['path']}"
         self._events.tell(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
+
+
+def _request_id(scope: Scope) -> str:
+    """What the peer calls its request, where that can stand in a log; else what we call it. Answers repeat it."""
+    given: str = dict(scope["headers"]).get(_REQUEST_ID, b"").decode("latin-1")
+    # not a seeded generator: ids of several services meet in one place
+    return given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(8)
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:

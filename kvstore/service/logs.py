@@ -1,0 +1,76 @@
+"""How a line of the service's log looks: text or JSON, with the request that it belongs to, and never with a secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from kvstore.runtime.log_context import request_context
+from kvstore.service.secrets import without_secrets
+
+__all__ = ["LogFormat", "ServiceFormatter", "log_to_stderr", "shape_logs"]
+
+LogFormat = Literal["text", "json"]
+
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127) if code not in (9,)} | {10: "\\n", 13: "\\r"}
+"""A line is one line: what a peer sent cannot begin another one, nor move a terminal's cursor."""
+
+
+class ServiceFormatter(logging.Formatter):
+    """Renders a record as one line of text, followed by its traceback, or as one JSON object.
+
+    Args:
+        prefix: Of a line of text, in the style of `%`.
+    """
+
+    def __init__(self, prefix: str = "%(asctime)s %(levelname)s %(name)s: ") -> None:
+        super().__init__(f"{prefix}%(message)s")
+        self._format: LogFormat = "text"
+        self._secrets: Sequence[str] = ()
+
+    def shape(self, log_format: LogFormat, secrets: Sequence[str]) -> None:
+        """From now on render so, and hide these."""
+        self._format, self._secrets = log_format, secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        if self._format == "json":
+            return self._json(record)
+        return without_secrets(super().format(record), self._secrets)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """A line of text before its traceback."""
+        known = "".join(f" {name}={value}" for name, value in request_context.get().fields().items())
+        return (super().formatMessage(record) + known).translate(_CONTROL)
+
+    def _json(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **request_context.get().fields(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        # in the values alone: whatever a secret is, the line stays JSON
+        return json.dumps({name: without_secrets(value, self._secrets) for name, value in line.items()})
+
+
+def log_to_stderr() -> None:
+    """Have everything from INFO on written to stderr; `shape_logs` says how, once the settings are read."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ServiceFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def shape_logs(log_format: LogFormat, secrets: Sequence[str]) -> None:
+    """Apply the settings to whatever logs with our formatter; handlers of other owners are left alone."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, ServiceFormatter):
+            handler.formatter.shape(log_format, secrets)

@@ -1,0 +1,49 @@
+"""What no log, answer or finding may show: every secret of the settings and the environment, however it is spelled."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from urllib.parse import quote, urlsplit
+
+from kvstore.settings import Settings
+from kvstore.tiers.locations import RedisLocation, S3Location
+
+__all__ = ["secrets_of", "without_secrets"]
+
+_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_TOKEN_BYTES_MAX = 4096
+HIDDEN = "***"
+
+
+def secrets_of(settings: Settings) -> list[str]:
+    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that none is
+    hidden in part only.
+    """
+    hot, cold = settings.hot, settings.cold
+    found = [hot.password] if isinstance(hot, RedisLocation) else []
+    if isinstance(cold, S3Location) and cold.endpoint_url is not None:
+        found.append(urlsplit(cold.endpoint_url).password)
+    if settings.token_file is not None:
+        try:
+            with settings.token_file.open("rb") as file:
+                found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
+        except OSError:
+            pass  # whoever needs it says so
+    found += [os.getenv(name) for name in _VARIABLES]
+    spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
+    return sorted(spellings, key=len, reverse=True)
+
+
+def _spellings(secret: str) -> tuple[str, ...]:
+    """As it is, in a url, and quoted by Python and JSON."""
+    return secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1], json.dumps(secret)[1:-1]
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """A text with each of them hidden."""
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return text
