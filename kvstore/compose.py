@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
@@ -28,7 +29,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier
+from kvstore.tiers.wrap import GuardedTier, tell_put_aside
 
 __all__ = ["open_catalog", "open_store", "open_tier", "store_limits"]
 
@@ -60,6 +61,7 @@ async def open_store(
         arena_bytes = settings.memory_bytes * 9 // 8 + _ARENA_SPARE_BYTES
         arena = Arena.open(arena_bytes, ahead_bytes=min(_WARM_BYTES, settings.memory_bytes))
         memory = MemoryTier(settings.memory_bytes, arena=arena)
+        memory.on_quarantine = partial(tell_put_aside, events, memory.name)
         stack.push_async_callback(memory.aclose)
         hot = await _guarded(
             await _open_hot(settings.hot, settings), settings.hot, stack, clock, meters=meters, events=events

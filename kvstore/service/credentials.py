@@ -100,6 +100,10 @@ class CredentialsFile(Credentials):
     mistake locks nobody out. What was revoked in such a file is revoked when it is mended. May be asked from any
     thread.
 
+    Attributes:
+        num_read: How often the file has counted.
+        num_refused: How often it was wrong.
+
     Raises:
         InvalidRequest: It is wrong at the start.
     """
@@ -110,6 +114,7 @@ class CredentialsFile(Credentials):
         self._lock = threading.Lock()
         self._seen = _signature(path)
         self._current = read_credentials(path)
+        self.num_read, self.num_refused = 1, 0
 
     def __len__(self) -> int:
         return len(self._current)
@@ -128,8 +133,10 @@ class CredentialsFile(Credentials):
             try:
                 self._current = read_credentials(self._path)
             except InvalidRequest as error:
+                self.num_refused += 1
                 _log.error("the credentials stay as they were, the file cannot be used: %s", error)
             else:
+                self.num_read += 1
                 _log.info("credentials read again path=%s tokens=%d", self._path, len(self._current))
 
 

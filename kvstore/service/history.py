@@ -21,7 +21,7 @@ class Sample:
     Attributes:
         at_ms: Its end, since the Unix epoch.
         counts: By meter, labels in Prometheus notation, what it grew by; what did not grow is left out.
-        tier_bytes: By tier, bytes held at its end; tiers that did not tell are left out.
+        tier_bytes: By tier, bytes held at its end; left out where that is not known.
         away: Tiers that did not answer, or were left alone.
     """
 
@@ -36,10 +36,16 @@ class History:
 
     Args:
         samples_max: The oldest go beyond it.
+
+    Attributes:
+        untold: Tiers that do not tell what they hold: S3 would have to be scanned.
+        held: By tier, what the catalog says that such a tier holds, where somebody looked.
     """
 
     def __init__(self, samples_max: int = _SAMPLES_MAX) -> None:
         self._samples: deque[Sample] = deque(maxlen=samples_max)
+        self.untold: frozenset[str] = frozenset()
+        self.held: Mapping[str, int] = {}
 
     def add(self, sample: Sample) -> None:
         """One more step."""

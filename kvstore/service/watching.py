@@ -7,11 +7,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from kvstore.errors import Closed, KVStoreError
+from kvstore.errors import Closed
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
+from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.history import STEP_S, History, Sample
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
@@ -41,12 +42,13 @@ Grown = Mapping[str, list[tuple[Labels, float]]]
 
 class Watcher:
     """Adds a sample to a history every step, and tells of what has grown since the one before. Belongs to the store's
-    loop. A step costs each tier one question about its usage, and the catalog one about its totals.
+    loop. A step costs each tier one question about its usage.
 
     Args:
         store: What is looked at.
         history: Where samples go.
         events: Where events go.
+        credentials: Whose changes are told.
         step_s: The time between two looks.
         clock: For the time of day.
     """
@@ -57,6 +59,7 @@ class Watcher:
         history: History,
         events: Events,
         *,
+        credentials: Credentials | None = None,
         step_s: float = STEP_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -68,6 +71,8 @@ class Watcher:
         self._background = Background("watcher")
         self._before: Mapping[str, float] = store.meters.snapshot()
         self._rules: Mapping[str, str] = {}
+        self._credentials = credentials if isinstance(credentials, CredentialsFile) else None
+        self._credentials_read = self._num_read()
 
     def start(self) -> None:
         """Look from now on, until `aclose`."""
@@ -90,12 +95,8 @@ class Watcher:
         deadline = Deadline.after(_ANSWER_S, self._clock)
         status = await self._store.status(deadline=deadline)
         tier_bytes, away = _tiers(status)
-        try:
-            tier_bytes |= await self._store.operations.held_bytes(deadline=Deadline.after(_ANSWER_S, self._clock))
-        except Closed:
-            raise
-        except KVStoreError:
-            pass  # the catalog is away: what the tiers tell of themselves has to do
+        self._history.untold = frozenset(name for name, held in tier_bytes.items() if held is None)
+        known = {name: self._history.held.get(name) if held is None else held for name, held in tier_bytes.items()}
         now = self._store.meters.snapshot()
         grown = _grown(self._before, now)
         counts = {
@@ -103,10 +104,11 @@ class Watcher:
             for key, amount in now.items()
             if key.partition("{")[0] in _KEPT and amount > self._before.get(key, 0)
         }
-        self._history.add(Sample(self._clock.wall_ms(), counts, tier_bytes, frozenset(away)))
+        self._history.add(Sample(self._clock.wall_ms(), counts, _without_none(known), frozenset(away)))
         self._tell(grown)
         self._tell_catalog(self._before.get("catalog_complete"), now.get("catalog_complete"))
         self._tell_rules(status)
+        self._tell_credentials()
         self._before = now
 
     def _tell(self, grown: Grown) -> None:
@@ -141,17 +143,35 @@ class Watcher:
                 self._events.tell(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
         self._rules = dict(rules)
 
+    def _num_read(self) -> tuple[int, int]:
+        return (self._credentials.num_read, self._credentials.num_refused) if self._credentials is not None else (0, 0)
+
+    def _tell_credentials(self) -> None:
+        before, self._credentials_read = self._credentials_read, self._num_read()
+        if self._credentials_read[0] > before[0]:
+            detail = {"tokens": len(self._credentials or ())}
+            self._events.tell(
+                EventKind.SETTINGS, "the credentials were read again, and count from now on", detail=detail
+            )
+        elif self._credentials_read[1] > before[1]:
+            text = "the credentials file cannot be used: those before it go on to count, the log says what is wrong"
+            self._events.tell(EventKind.SETTINGS, text)
+
     async def aclose(self) -> None:
         """Look no more. Idempotent."""
         await self._background.aclose()
 
 
-def _tiers(status: Mapping[str, object]) -> tuple[dict[str, int], set[str]]:
-    """What tiers hold, as they tell it, and those that tell nothing."""
+def _tiers(status: Mapping[str, object]) -> tuple[dict[str, int | None], set[str]]:
+    """What tiers that answer hold, `None` where they do not tell that; and those that do not answer."""
     tiers = status["tiers"]
     assert isinstance(tiers, Mapping)
-    held = {name: tier["used_bytes"] for name, tier in tiers.items() if tier.get("used_bytes") is not None}
+    held = {name: tier["used_bytes"] for name, tier in tiers.items() if tier["healthy"]}
     return held, {name for name, tier in tiers.items() if not tier["healthy"]}
+
+
+def _without_none(held: Mapping[str, int | None]) -> dict[str, int]:
+    return {name: num_bytes for name, num_bytes in held.items() if num_bytes is not None}
 
 
 def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:

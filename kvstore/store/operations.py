@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
@@ -65,7 +64,6 @@ class StoreOperations:
         manifests: Know descriptions.
         explainer: Knows what became of requests.
         saver: Is told what is not to be written any more.
-        catalog: Knows what all services hold; `None`: there is none.
         meters: The store's counters, safe from any thread.
         orders: What operators have ordered for all services; `None`: there is nowhere to write it.
     """
@@ -79,7 +77,6 @@ class StoreOperations:
         manifests: Manifests,
         explainer: Explainer,
         saver: Saver,
-        catalog: Catalog | None,
         meters: Meters,
         orders: StandingOrders | None = None,
     ) -> None:
@@ -93,7 +90,6 @@ class StoreOperations:
         self._manifests = manifests
         self._explainer = explainer
         self._saver = saver
-        self._catalog = catalog
         self.meters = meters
         self.orders = orders
 
@@ -113,17 +109,6 @@ class StoreOperations:
     def outcomes(self, tenant: str | None) -> list[ToldOutcome]:
         """What engines told of a tenant's latest requests, or of everybody's, newest first."""
         return self._explainer.latest(tenant)
-
-    async def held_bytes(self, *, deadline: Deadline) -> dict[str, int]:
-        """By slower tier, the bytes that all services keep there; empty where nothing keeps the books.
-
-        Raises:
-            Unavailable: The catalog does not answer.
-        """
-        if self._catalog is None:
-            return {}
-        totals = (await self._catalog.totals(deadline=deadline)).values()
-        return {tier.name: sum(one.levels[level].num_bytes for one in totals) for level, tier in self._slower.items()}
 
     async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """For each record its bytes in this node's memory; `None`: it is not there.

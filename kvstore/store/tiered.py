@@ -130,7 +130,6 @@ class TieredStore(PageStore):
             manifests=self._manifests,
             explainer=self._explainer,
             saver=self._saver,
-            catalog=recorder.catalog if recorder is not None else None,
             meters=self.meters,
             orders=orders,
         )

@@ -72,9 +72,37 @@ class Visit:
         full_page = not await dialogs.count()
         await self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=full_page)
 
+    async def check_contrast(self) -> None:
+        """All text can be read: 4.5 to 1 at least against what is behind it, in the colours of the moment."""
+        found = await self.page.evaluate(_CONTRAST)
+        assert found["count"] > 20 and found["weak"] == []
+
     def note(self, text: str) -> None:
         self.troubles.append(text)
 
+
+_CONTRAST = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+  const bright = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
+  const behind = (one) => {
+    for (; one; one = one.parentElement) {
+      const [r, g, b, a = 1] = rgb(getComputedStyle(one).backgroundColor);
+      if (a > 0) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const weak = [];
+  let count = 0;
+  for (const one of document.querySelectorAll("body *")) {
+    const isText = [...one.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    if (!isText || !one.checkVisibility()) continue;
+    const [high, low] = [bright(rgb(getComputedStyle(one).color)), bright(behind(one))].sort((a, b) => b - a);
+    count += 1;
+    if ((high + 0.05) / (low + 0.05) < 4.5) weak.push(`${one.tagName} ${one.className} ${one.textContent}`);
+  }
+  return { count, weak };
+})()"""
 
 Visiting = Callable[..., AbstractAsyncContextManager[Visit]]
 

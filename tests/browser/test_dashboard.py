@@ -39,6 +39,7 @@ async def test_every_view_shows_its_data(made: World, visiting: Visiting) -> Non
                 for colours in ("light", "dark"):
                     await visit.page.emulate_media(color_scheme=colours)
                     await visit.shoot(f"{view}-{width}-{colours}")
+                    await visit.check_contrast()
 
 
 async def test_numbers_are_the_services(made: World, visiting: Visiting) -> None:

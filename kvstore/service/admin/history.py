@@ -92,7 +92,7 @@ class HistoryFound(BaseModel):
     lookups: LookupCounts | None
     served_records: dict[str, list[float]] = Field(description="by the tier that they were read from")
     tier_bytes: dict[str, list[int | None]] = Field(
-        description="by tier: this node's memory, and what all services keep in the others; null: not known"
+        description="by tier, as it tells, a Redis with what others keep there; S3 by the catalog; null: not known"
     )
     away: dict[str, list[int]] = Field(description="by tier, 1 where it did not answer or was left alone")
 

@@ -164,7 +164,7 @@ class AdminPort:
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._watcher = Watcher(service.store, service.history, service.store.events)
+        self._watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
         self._watcher.start()
         self._loop.add_reader(sock.fileno(), self._start)
         _log.info("administration address=%s", self.url)

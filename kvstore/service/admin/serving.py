@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,15 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.access import Access
 from kvstore.service.admin.app import make_app
 from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
 from kvstore.service.admin.context import AdminContext
+from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.wire.tls import ServerTls
@@ -26,6 +30,8 @@ __all__ = ["serve_admin"]
 
 _STOP_POLL_S = 0.1
 _GRACE_S = 2
+_TOTALS_POLL_S, _TOTALS_S, _TOTALS_SHARE = 1.0, 60.0, 0.01
+"""Totals are wanted or not; read so often at most; the share of the time that reading them may take."""
 _CONNECTIONS_MAX = 128
 _HEAD_BYTES_MAX = 32 << 10
 
@@ -79,6 +85,7 @@ async def _serve(
     http = uvicorn.Server(config)
     background = Background("administration")
     background.spawn(_stop_with(stop, http), "stop")
+    background.spawn(_look_at_totals(context), "totals")
     try:
         await http.serve(sockets=[sock])
     finally:
@@ -100,6 +107,21 @@ def _protocol(tls: ServerTls | None) -> type[H11Protocol]:
             super().__init__(*args, **more)
 
     return TlsProtocol
+
+
+async def _look_at_totals(context: AdminContext) -> None:
+    """What the catalog says that tiers hold which do not tell it themselves; from here, since it is long to read."""
+    names = context.operations.tier_names
+    while True:
+        wait_s = _TOTALS_POLL_S
+        if untold := context.history.untold:
+            started_s = SYSTEM_CLOCK.monotonic_s()
+            with suppress(KVStoreError):
+                totals = await context.catalog.totals(deadline=context.soon(_TOTALS_S))
+                held = amounts_of(sum_of(totals.values()), names)
+                context.history.held = {name: amount.num_bytes for name, amount in held.items() if name in untold}
+            wait_s = max(_TOTALS_S, (SYSTEM_CLOCK.monotonic_s() - started_s) / _TOTALS_SHARE)
+        await asyncio.sleep(wait_s)
 
 
 async def _stop_with(stop: threading.Event, http: uvicorn.Server) -> None:

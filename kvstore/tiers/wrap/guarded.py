@@ -18,12 +18,21 @@ from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.wrap.breaker import Breaker
 
-__all__ = ["GuardedTier"]
+__all__ = ["GuardedTier", "tell_put_aside"]
 
 _log = logging.getLogger(__name__)
 
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
 _PROBE_S = 2.0
+
+
+def tell_put_aside(events: Events, tier: str, key: RecordKey, reason: str) -> None:
+    """An event for a record that a tier has put aside."""
+    about: dict[str, str | int | float] = {"tier": tier, "group": key.group, "slice": key.slice, "reason": reason}
+    text = f"a record in {tier} was put aside, and not served: {reason}"
+    events.tell(
+        EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()}
+    )
 
 
 class GuardedTier(Tier):
@@ -149,15 +158,7 @@ class GuardedTier(Tier):
         await self.inner.aclose()
 
     def _put_aside(self, key: RecordKey, reason: str) -> None:
-        about: dict[str, str | int | float] = {
-            "tier": self.name,
-            "prefix": key.prefix.hex(),
-            "group": key.group,
-            "slice": key.slice,
-            "reason": reason,
-        }
-        text = f"a record in {self.name} was put aside, and not served: {reason}"
-        self._events.tell(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail=about)
+        tell_put_aside(self._events, self.name, key, reason)
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
 

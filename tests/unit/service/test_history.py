@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +12,12 @@ from kvstore.api import Outcome
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
+from kvstore.service.credentials import CredentialsFile
 from kvstore.service.history import History, Sample, window_of
 from kvstore.service.watching import Watcher
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.base import TierUsage
 from kvstore.tiers.memory import MemoryTier
 
 
@@ -100,3 +104,42 @@ async def test_sums_become_events(store: TieredStore) -> None:
     assert told[0][2] == {"tier": "s3", "num_bytes": 4096, "evicted": 2, "expired": 1}
     assert told[1][2] == {"records": 3} and told[2][2] == {"tier": "redis", "full": 4}
     assert "6 changes" in told[3][1] and "reindex" in told[4][1]
+
+
+class Silent(MemoryTier):
+    """Does not tell what it holds, as S3 does not."""
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        return replace(await super().usage(deadline=deadline), used_bytes=None)
+
+
+async def test_what_a_tier_does_not_tell_the_catalog_knows() -> None:
+    """Of a tier that would have to be scanned the history has what somebody read of the catalog, or nothing."""
+    memory, cold = MemoryTier(32 << 20), Silent(32 << 20, name="s3")
+    store, history = TieredStore(memory, None, cold), History()
+    watcher = Watcher(store, history, Events())
+    await watcher.step()
+    assert history.untold == {"s3"}
+    history.held = {"s3": 4096}
+    await watcher.step()
+    assert [sample.tier_bytes for sample in history.samples()] == [{"memory": 0}, {"memory": 0, "s3": 4096}]
+    for closed in (watcher, store, cold, memory):
+        await closed.aclose()
+
+
+async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Path) -> None:
+    """A token is added: an event; a file that is wrong: another one, and what was read before goes on to count."""
+    path, events = tmp_path / "credentials.toml", Events()
+    path.write_text(f'[[credential]]\ntenant = "red"\ntoken_sha256 = "{"0" * 64}"\n')
+    path.chmod(0o600)
+    credentials = CredentialsFile(path)
+    watcher = Watcher(store, History(), events, credentials=credentials)
+    path.write_text(path.read_text() + f'[[credential]]\ntenant = "blue"\ntoken_sha256 = "{"1" * 64}"\n')
+    for text in ("", "wrong"):
+        path.write_text(path.read_text() + text)
+        credentials.grant_of("anybody")
+        await watcher.step()
+    assert [(event.kind, event.detail.get("tokens")) for event in events.after(0)] == [
+        (EventKind.SETTINGS, 2),
+        (EventKind.SETTINGS, None),
+    ]

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.memory import MemoryTier
@@ -52,9 +53,14 @@ def meters() -> Meters:
 
 
 @pytest.fixture
-async def guard(inner: FailingTier, meters: Meters) -> AsyncIterator[GuardedTier]:
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+async def guard(inner: FailingTier, meters: Meters, events: Events) -> AsyncIterator[GuardedTier]:
     breaker = Breaker(failures_max=3, notice_s=0.03, hang_s=0.08, delay_first_s=0.03, delay_max_s=0.1)
-    guard = GuardedTier(inner, meters=meters, breaker=breaker, calls_max=5)
+    guard = GuardedTier(inner, meters=meters, breaker=breaker, calls_max=5, events=events)
     yield guard
     await guard.aclose()
 
@@ -176,6 +182,25 @@ async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, capl
         ("WARNING", True),
         ("INFO", False),
     ]
+
+
+async def test_events(guard: GuardedTier, inner: FailingTier, events: Events) -> None:
+    """Going, coming back and a record put aside are told once each; only the last is somebody's, and says whose."""
+    record = make_record(1)
+    await guard.put(record, deadline=Deadline.after(5))
+    await guard.quarantine(record.key, "a test", deadline=Deadline.after(5))
+    inner.fails = True
+    for _ in range(30):
+        await fail(guard, "out of order|left alone")
+    inner.fails = False
+    await closed_again(guard)
+    aside, down, back = events.after(0)
+    assert [one.kind for one in (aside, down, back)] == [
+        *(EventKind.QUARANTINED, EventKind.TIER_DOWN, EventKind.TIER_BACK)
+    ]
+    assert aside.namespace == record.key.namespace.hex() and aside.detail["prefix"] == record.key.prefix.hex()
+    assert not aside.is_public and "a test" in aside.text
+    assert down.is_public and back.is_public and "mend it" in str(down.detail["reason"]) and "mend it" not in down.text
 
 
 async def test_calls_are_limited(guard: GuardedTier, inner: FailingTier) -> None:
