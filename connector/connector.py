@@ -39,7 +39,7 @@ from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
 from connector.settings import ConnectorSettings, cache_folder
 from connector.surface import EngineSurface
 from connector.vllm_facts import cache_layers, read_facts
-from connector.vllm_requests import RequestReader
+from connector.vllm_requests import RequestReader, read_trace
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.errors import InvalidRequest
@@ -157,6 +157,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
                     content=content,
                     flags=flags,
                     handoff=read_handoff(request.kv_transfer_params, most_s=self._settings.max_wait_ms / 1000),
+                    trace=read_trace(request),
                 )
             )
             self._announce_request(request)

@@ -13,7 +13,7 @@ import torch
 
 from connector.content import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
 
-__all__ = ["RequestReader"]
+__all__ = ["RequestReader", "read_trace"]
 
 _NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
 """vLLM's own names for media that it neither hashes nor caches: they begin anew with every process."""
@@ -71,6 +71,12 @@ class RequestReader:
         if self.media_rules:
             identifier = f"{self.media_rules}:{identifier}"
         return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
+
+
+def read_trace(request: Any) -> str:
+    """The W3C `traceparent` of a request; empty where vLLM is not told to trace (`--otlp-traces-endpoint`)."""
+    headers = getattr(request, "trace_headers", None)
+    return str(headers.get("traceparent", "")) if headers else ""
 
 
 def _adapter(lora_request: Any) -> AdapterRequest | None:

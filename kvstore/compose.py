@@ -19,6 +19,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
 from kvstore.store.catalog_keeper import CatalogKeeper
 from kvstore.store.catalogued import CataloguedTier
@@ -44,7 +45,12 @@ _WARM_BYTES = 256 << 20
 
 @asynccontextmanager
 async def open_store(
-    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, meters: Meters | None = None, events: Events | None = None
+    settings: Settings,
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+    meters: Meters | None = None,
+    events: Events | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[TieredStore]:
     """Open the tiers that the settings name and the store over them; close them again, the store first.
 
@@ -63,12 +69,9 @@ async def open_store(
         memory = MemoryTier(settings.memory_bytes, arena=arena)
         memory.on_quarantine = partial(tell_put_aside, events, memory.name)
         stack.push_async_callback(memory.aclose)
-        hot = await _guarded(
-            await _open_hot(settings.hot, settings), settings.hot, stack, clock, meters=meters, events=events
-        )
-        cold = await _guarded(
-            await _open_cold(settings.cold, settings, meters), settings.cold, stack, clock, meters=meters, events=events
-        )
+        guard = partial(_guarded, stack=stack, clock=clock, meters=meters, events=events, tracing=tracing)
+        hot = await guard(await _open_hot(settings.hot, settings), settings.hot)
+        cold = await guard(await _open_cold(settings.cold, settings, meters), settings.cold)
         pending = await _open_pending(settings, stack, clock)
         recorder = await _open_recorder(settings, stack, meters, clock)
         if recorder is not None:
@@ -91,6 +94,7 @@ async def open_store(
             events=events,
             limits=store_limits(settings),
             clock=clock,
+            tracing=tracing,
         )
         stack.push_async_callback(store.aclose)
         yield store
@@ -137,12 +141,19 @@ def store_limits(settings: Settings) -> StoreLimits:
 
 
 async def _guarded(
-    tier: Tier | None, setting: object, stack: AsyncExitStack, clock: Clock, *, meters: Meters, events: Events
+    tier: Tier | None,
+    setting: object,
+    *,
+    stack: AsyncExitStack,
+    clock: Clock,
+    meters: Meters,
+    events: Events,
+    tracing: Tracing | None,
 ) -> Tier | None:
     """Put the guard around a tier that was just opened, and see whether it answers."""
     if tier is None:
         return None
-    guarded = GuardedTier(tier, meters=meters, clock=clock, events=events)
+    guarded = GuardedTier(tier, meters=meters, clock=clock, events=events, tracing=tracing)
     stack.push_async_callback(guarded.aclose)
     await _look_at(tier, setting, clock)
     return guarded

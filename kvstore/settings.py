@@ -189,6 +189,10 @@ class Settings(BaseSettings):
         drain_timeout_s: How long a stopping service goes on writing what waits.
         log_format: `text`, or `json`: an object on each line, for collectors. Both tell the request, tenant and
             namespace that a line belongs to, and neither shows a secret.
+        otlp_traces_endpoint: Where spans go, `http://collector:4318/v1/traces`; unset: there are none, at no cost.
+            Needs `kvstore[tracing]`.
+        traces_share: Of requests that come without a trace of their own; one that comes with one is traced if that is.
+            All of a busy service's are many thousands a second.
         idle_exit_s: End when no client was there for so long; unset: never. For private services.
     """
 
@@ -230,6 +234,8 @@ class Settings(BaseSettings):
     pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     log_format: Literal["text", "json"] = "text"
+    otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] | None = None
+    traces_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     idle_exit_s: Seconds | None = None
 
     def tls(self) -> ServerTls | None:

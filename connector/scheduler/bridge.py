@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from kvstore.api import PageStore
+from kvstore.client import trace_parent
 
-__all__ = ["Bridge", "result_or_none"]
+__all__ = ["Bridge", "result_or_none", "traced"]
 
 Value = TypeVar("Value")
 
@@ -19,6 +20,20 @@ class Bridge(Protocol):
     def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
         """Run `work(store)` on the loop. Cancelling the future cancels the task."""
         ...
+
+
+def traced(
+    trace: str, work: Callable[[PageStore], Coroutine[Any, Any, Value]]
+) -> Callable[[PageStore], Coroutine[Any, Any, Value]]:
+    """`work` as part of a trace, a W3C `traceparent`; as it is where that is empty."""
+    if not trace:
+        return work
+
+    async def work_in_trace(store: PageStore) -> Value:
+        trace_parent.set(trace)  # of this task alone
+        return await work(store)
+
+    return work_in_trace
 
 
 def result_or_none(future: Future[Value]) -> Value | None:

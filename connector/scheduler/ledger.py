@@ -92,6 +92,7 @@ class RequestState:
         local_tokens: the engine's own hit, and
         cap_tokens: the furthest point that it could be resumed from.
         told: What the store was told last of its outcome.
+        trace: Told to the store with what is asked for it; empty: nothing.
     """
 
     request_id: str
@@ -122,6 +123,7 @@ class RequestState:
     local_tokens: int = 0
     cap_tokens: int = 0
     told: tuple[str, int] | None = None
+    trace: str = ""
 
     def learn_presence(self) -> None:
         """Take from an answered lookup what need not be saved."""

@@ -17,7 +17,7 @@ from connector.adapters import Adapters
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.admission import Admission
 from connector.scheduler.audits import Audits
-from connector.scheduler.bridge import Bridge, result_or_none
+from connector.scheduler.bridge import Bridge, result_or_none, traced
 from connector.scheduler.flights import Flights
 from connector.scheduler.handoffs import awaits_more, look_again
 from connector.scheduler.ledger import Fetch, RequestState
@@ -119,7 +119,7 @@ class Lookups:
             self._meters.observe("connector_lookup_seconds", self._clock.monotonic_s() - started_s)
             return answer
 
-        state.lookup, state.looked_s = self._bridge.submit(look_up), self._clock.monotonic_s()
+        state.lookup, state.looked_s = self._bridge.submit(traced(state.trace, look_up)), self._clock.monotonic_s()
         state.lookup.add_done_callback(lambda _: self.answered.set())
 
     def may_wait(self, state: RequestState) -> bool:
@@ -225,7 +225,7 @@ class Lookups:
         query = self._query(namespace, state.chain, state.prompt, local_tokens=local_tokens)
         query = replace(query, cap_tokens=min(query.cap_tokens, choice.resume_tokens))
         fetch = Fetch(query, ceiling_s, now, now, reach_tokens=query.cap_tokens, shortened=shortened)
-        fetch.future = self._bridge.submit(self._stage(fetch))
+        fetch.future = self._bridge.submit(traced(state.trace, self._stage(fetch)))
         fetch.future.add_done_callback(lambda _: self.answered.set())
         state.fetch = fetch
         self._flights.add(fetch)

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from connector.adapters import Adapters
-from connector.content import PromptContent
 from connector.facts import EngineFacts
-from connector.handoff import Handoff
 from connector.identity import CacheShape
 from connector.jobs import AuditJobs, LoadJob, RankReport, SaveJob, StepJobs
 from connector.prefix_hash import PrefixChain
-from connector.request_flags import RequestFlags
 from connector.scheduler.admission import Admission
 from connector.scheduler.audits import Audits
 from connector.scheduler.bridge import Bridge
@@ -25,6 +22,7 @@ from connector.scheduler.load_plan import plan_load
 from connector.scheduler.lookups import Lookups
 from connector.scheduler.opening import Opening
 from connector.scheduler.outcomes import Outcomes
+from connector.scheduler.prompt_facts import PromptFacts
 from connector.scheduler.saves import BlockPins, Offer, Saves
 from connector.scheduler.timing import Timing
 from connector.settings import ConnectorSettings
@@ -37,29 +35,6 @@ __all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _EMPTY_STEP_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class PromptFacts:
-    """What of a request decides whether and as what it is cached.
-
-    Attributes:
-        request_id: vLLM's.
-        tokens: All its tokens: the prompt now, later what is generated too; vLLM appends to it.
-        cache_salt: vLLM's isolation salt, or `None`.
-        uncacheable: Why it is not known what its pages depend on, or `None`.
-        content: What they depend on beside tokens and salt, or `None` for nothing.
-        flags: What the request asks of the cache.
-        handoff: What a prefill engine has promised of it, or `None`.
-    """
-
-    request_id: str
-    tokens: Sequence[int]
-    cache_salt: str | None = None
-    uncacheable: str | None = None
-    content: PromptContent | None = None
-    flags: RequestFlags = field(default_factory=RequestFlags)
-    handoff: Handoff | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +162,7 @@ class SchedulerSide:
             prompt.flags,
             uncacheable=prompt.uncacheable,
             handoff=prompt.handoff,
+            trace=prompt.trace,
         )
         self.ledger.open(state)
         if chain is not None and self.is_ready and len(state.prompt) >= self._shape.boundary_tokens:

@@ -6,6 +6,7 @@ from kvstore.client.blocking import BlockingStore
 from kvstore.client.connecting import EmbeddedOptions, connect
 from kvstore.client.options import ClientOptions
 from kvstore.client.remote import RemoteStore
+from kvstore.runtime.tracing import trace_parent
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls
 
@@ -20,4 +21,5 @@ __all__ = [
     "UnixAddress",
     "connect",
     "parse_address",
+    "trace_parent",
 ]

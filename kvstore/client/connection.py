@@ -16,6 +16,7 @@ from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.tracing import trace_parent
 from kvstore.wire import messages
 from kvstore.wire.address import Address, UnixAddress
 from kvstore.wire.frames import Head
@@ -262,7 +263,8 @@ class Connection:
             async with asyncio.timeout_at(ends_s if stall_s is None else min(ends_s, loop.time() + stall_s)) as limit:
                 if stall_s is not None:
                     pending.on_progress = _postpone(limit, stall_s, ends_s, on_progress)
-                await self.frames.send(call(request_id, _deadline_ms(deadline)), payload)
+                trace = trace_parent.get() if self.welcome.traces else ""
+                await self.frames.send(call(request_id, _deadline_ms(deadline)), payload, trace)
                 sent = True
                 answer, data = await pending.future
                 taken = True

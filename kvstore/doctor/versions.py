@@ -19,14 +19,18 @@ PYTHON_MIN = (3, 11)
 SUPPORTED_VLLM = ("0.32",)
 """The same as the connector's, which cannot be imported without vLLM; a test compares them."""
 
-_EXTRAS = {"redis": ("redis", "hiredis"), "s3": ("aioboto3",)}
+_EXTRAS = {
+    "redis": ("redis", "hiredis"),
+    "s3": ("aioboto3",),
+    "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
 
 
 def versions_check(settings: Settings) -> Check:
     async def run(tell: Tell, deadline: Deadline) -> None:
         tell(judge_python(sys.version_info[:3]))
         tell(judge_vllm(_installed("vllm")))
-        tell(judge_packages(extras_of(settings), lambda name: importlib.util.find_spec(name) is not None))
+        tell(judge_packages(extras_of(settings), _is_installed))
 
     return Check(("python", "vllm", "packages"), run, "reinstall kvstore: pip install --force-reinstall kvstore")
 
@@ -51,7 +55,11 @@ def judge_vllm(seen: str | None) -> Finding:
 
 def extras_of(settings: Settings) -> list[str]:
     """The extras of our package that the settings need."""
-    needed = {"redis": isinstance(settings.hot, RedisLocation), "s3": isinstance(settings.cold, S3Location)}
+    needed = {
+        "redis": isinstance(settings.hot, RedisLocation),
+        "s3": isinstance(settings.cold, S3Location),
+        "tracing": settings.otlp_traces_endpoint is not None,
+    }
     return [extra for extra, is_needed in needed.items() if is_needed]
 
 
@@ -70,3 +78,10 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Coroutine
 from typing import Any
@@ -29,13 +30,16 @@ class Background:
         self._closed = False
         self.failures = 0
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False) -> asyncio.Task[Any]:
+    def spawn(
+        self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False, is_nobodys: bool = False
+    ) -> asyncio.Task[Any]:
         """Start `work` now.
 
         Args:
             work: What the task does.
             name: For logs.
             is_awaited: The caller awaits the task and so gets what it raises: that is no failure to log here.
+            is_nobodys: It works for others too: it inherits neither the caller's request nor its trace.
 
         Raises:
             Closed: The owner is closed; `work` was not started.
@@ -43,7 +47,8 @@ class Background:
         if self._closed:
             work.close()
             raise Closed("the owner of background tasks is closed", owner=self._owner, task=name)
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}:{name}")
+        context = contextvars.Context() if is_nobodys else None
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}:{name}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._ended_awaited if is_awaited else self._ended)
         return task

@@ -20,6 +20,7 @@ from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
 from kvstore.service.running import run_service
 from kvstore.service.secrets import secrets_of
 from kvstore.service.server import Server
+from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import TcpAddress
 
@@ -42,16 +43,18 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
     tls = settings.tls()
     check_admin_listen(settings.admin_listen, credentials, has_certificate=tls is not None)
-    run_service(
-        open_served_store(settings),
-        [settings.listen],
-        token=token,
-        credentials=credentials,
-        tls=tls,
-        idle_exit_s=settings.idle_exit_s,
-        on_ready=on_ready,
-        beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
-    )
+    with open_tracing(settings) as tracing:
+        run_service(
+            open_served_store(settings, tracing=tracing),
+            [settings.listen],
+            token=token,
+            credentials=credentials,
+            tls=tls,
+            tracing=tracing,
+            idle_exit_s=settings.idle_exit_s,
+            on_ready=on_ready,
+            beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
+        )
 
 
 def serve_embedded(

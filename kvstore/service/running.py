@@ -12,6 +12,7 @@ from typing import TypeVar
 import uvloop
 
 from kvstore.api import PageStore
+from kvstore.runtime.tracing import Tracing
 from kvstore.service.credentials import Credentials
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
@@ -38,6 +39,7 @@ async def serve_until_told(
     token: str = "",
     credentials: Credentials | None = None,
     tls: ServerTls | None = None,
+    tracing: Tracing | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
     beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
@@ -51,6 +53,7 @@ async def serve_until_told(
         token: Asked of TCP peers, unless empty.
         credentials: Tokens that make their peers tenants.
         tls: For addresses that speak it.
+        tracing: Makes a span of each request.
         idle_exit_s: `None`: never ends by itself.
         on_ready: Called when all addresses accept.
         beside: What else is open while it serves; opened after the addresses, closed before them.
@@ -63,7 +66,7 @@ async def serve_until_told(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with store as opened:
-        server = Server(opened, limits, token, credentials, tls)
+        server = Server(opened, limits, token, credentials, tls, tracing=tracing)
         try:
             await server.listen(addresses)
             async with beside(opened, server):
@@ -93,6 +96,7 @@ def run_service(
     token: str = "",
     credentials: Credentials | None = None,
     tls: ServerTls | None = None,
+    tracing: Tracing | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
     beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
@@ -106,6 +110,7 @@ def run_service(
             token=token,
             credentials=credentials,
             tls=tls,
+            tracing=tracing,
             idle_exit_s=idle_exit_s,
             on_ready=on_ready,
             beside=beside,

@@ -13,6 +13,7 @@ from kvstore.errors import Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import PeerAdmission
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Credentials
@@ -37,6 +38,7 @@ class Server:
         token: Asked of TCP peers, unless empty.
         credentials: Tokens that make their peers tenants.
         tls: For addresses that speak it.
+        tracing: Makes a span of each request.
     """
 
     def __init__(
@@ -46,7 +48,10 @@ class Server:
         token: str = "",
         credentials: Credentials | None = None,
         tls: ServerTls | None = None,
+        *,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
         self._tls = tls
@@ -97,7 +102,13 @@ class Server:
 
     def _new_peer(self) -> asyncio.BaseProtocol:
         made = Session(
-            self._answers, self._admission, self._limits, self._budget, on_made=self._made, on_ended=self._ended
+            self._answers,
+            self._admission,
+            self._limits,
+            self._budget,
+            tracing=self._tracing,
+            on_made=self._made,
+            on_ended=self._ended,
         )
         return made.connection
 

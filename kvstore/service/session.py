@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import kvstore
@@ -16,6 +17,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.log_context import RequestContext, request_context
+from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Grant, Scope
@@ -32,6 +34,7 @@ _log = logging.getLogger(__name__)
 _DEADLINE_MS_MAX = 3_600_000
 _GRACE_S = 1.0
 _SAVES_LINGER_S = 10.0
+_TRACE_CHARS_MAX = 256
 
 
 class Admission(Protocol):
@@ -56,6 +59,7 @@ class Session:
         admission: Asked once, at the hello.
         limits: Bounds of this connection.
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
+        tracing: Makes a span of each request; `None`: there are no traces.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; whoever is called calls `aclose`.
     """
@@ -67,6 +71,7 @@ class Session:
         limits: ServiceLimits,
         budget: ByteBudget,
         *,
+        tracing: Tracing | None = None,
         on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
     ) -> None:
@@ -79,6 +84,7 @@ class Session:
         self.leases: set[LeaseId] = set()
         self._greeted = False
         self._answers = answers
+        self._tracing = tracing
         self._admission = admission
         self._limits = limits
         self._incoming = Incoming(budget, limits.save_credit_bytes)
@@ -128,7 +134,7 @@ class Session:
             case messages.Outcome():
                 self._answers.tell(message, self.tenant)
             case messages.Request():
-                self._start(message, payload)
+                self._start(message, payload, "" if self._tracing is None else _trace(head))
             case _:
                 raise InvalidRequest("a client does not send this message", type=message.type)
 
@@ -160,12 +166,13 @@ class Session:
                 max_requests=self._limits.max_requests,
                 arena=arena.id if (arena := self._shared_arena()) is not None else b"",
                 explains=True,
+                traces=self._tracing is not None,
             )
         )
 
     # requests
 
-    def _start(self, request: messages.Request, payload: memoryview | None) -> None:
+    def _start(self, request: messages.Request, payload: memoryview | None, trace: str) -> None:
         receipt = self._incoming.finish()
         error: KVStoreError | None = None
         if request.id in self._running:
@@ -182,7 +189,8 @@ class Session:
             self.connection.post(messages.error_of(request.id, error))
             return
         owner = self._saves if isinstance(request, messages.Save) else self._tasks
-        task = owner.spawn(self._serve(request, payload, receipt), request.type)
+        serve = self._serve if self._tracing is None else partial(self._traced, self._tracing, trace)
+        task = owner.spawn(serve(request, payload, receipt), request.type)
         self._running[request.id] = task
         task.add_done_callback(lambda _: self._ended(request.id, task, receipt))
 
@@ -191,6 +199,14 @@ class Session:
         receipt.settle()
         if task.cancelled():  # before it answered, perhaps before it began
             self.connection.post(messages.error_of(request_id, Unavailable("the request was cancelled")))
+
+    async def _traced(
+        self, tracing: Tracing, trace: str, request: messages.Request, payload: memoryview | None, receipt: Receipt
+    ) -> None:
+        namespace = getattr(request, "namespace", b"").hex()
+        named = {"tenant": self.tenant, "namespace": namespace, "request": f"{self.number}.{request.id}"}
+        with tracing.span(f"kvstore.{request.type}", trace, **named):
+            await self._serve(request, payload, receipt)
 
     async def _serve(self, request: messages.Request, payload: memoryview | None, receipt: Receipt) -> None:
         deadline = _deadline(request)
@@ -219,6 +235,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
             _log.exception("a request failed type=%s client=%s", request.type, self.client)
             reply = messages.error_of(request.id, InternalError("the service failed", error=type(error).__name__))
+        if isinstance(reply, messages.Error) and self._tracing is not None:
+            self._tracing.failed(f"{reply.kind}: {reply.message}")
         receipt.settle()  # before the answer: it gives the client its credit back
         lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
         if lease is not None:
@@ -287,6 +305,12 @@ class Session:
         if saves := [task for task in self._running.values() if not task.done()]:
             await asyncio.wait(saves, timeout=_SAVES_LINGER_S)
         await self._saves.aclose()
+
+
+def _trace(head: Head) -> str:
+    """What the peer says of its trace; a hint: what cannot be read costs no request."""
+    trace = head.get("trace")
+    return trace if isinstance(trace, str) and len(trace) <= _TRACE_CHARS_MAX else ""
 
 
 def _deadline(request: messages.Request) -> Deadline:

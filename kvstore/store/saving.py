@@ -17,6 +17,7 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_header
 from kvstore.store.cold_admission import ColdAdmission
@@ -53,6 +54,7 @@ class Saver:
         meters: Where to count.
         limits: Bounds and times.
         clock: For leases and deadlines.
+        tracing: Makes spans of what is written.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class Saver:
         meters: Meters,
         limits: StoreLimits,
         clock: Clock,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._memory = memory
         self._hot = hot
         self._cold = cold
@@ -110,6 +114,7 @@ class Saver:
             meters=self._meters,
             limits=self._limits,
             clock=self._clock,
+            tracing=self._tracing,
         )
 
     async def save(

@@ -22,6 +22,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.store.absence import AbsenceFinder
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_key, check_sizes
@@ -70,6 +71,7 @@ class TieredStore(PageStore):
         events: What happened lately; told by whoever made the tiers.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         clock: For leases, pauses and deadlines of the store's own.
+        tracing: Makes spans of what is written in the background.
 
     Attributes:
         operations: What operators ask of it.
@@ -90,6 +92,7 @@ class TieredStore(PageStore):
         events: Events | None = None,
         limits: StoreLimits | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        tracing: Tracing | None = None,
     ) -> None:
         self.meters = meters if meters is not None else Meters()
         self.events = events if events is not None else Events(clock)
@@ -116,6 +119,7 @@ class TieredStore(PageStore):
             meters=self.meters,
             limits=self.limits,
             clock=clock,
+            tracing=tracing,
         )
         self._manifests = Manifests(
             hot, cold, recorder, background=self._background, meters=self.meters, limits=self.limits, clock=clock

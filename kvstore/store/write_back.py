@@ -16,6 +16,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
 from kvstore.tiers.base import PutOutcome, Tier
@@ -44,6 +45,7 @@ class _Job:
         aside_at: How many records had been written when it was put aside; `None`: it was not.
         may_be_there: The tier may have it: a write was begun.
         is_evictable: Nobody was promised it: the tier may let it go, and no pending entry stands for it.
+        trace: Of the save; empty where there are no traces.
     """
 
     wave: int
@@ -54,6 +56,7 @@ class _Job:
     aside_at: int | None = field(default=None, compare=False)
     may_be_there: bool = field(default=False, compare=False)
     is_evictable: bool = field(default=False, compare=False)
+    trace: str = field(default="", compare=False)
 
 
 class WriteBack:
@@ -71,6 +74,7 @@ class WriteBack:
         meters: Where to count.
         limits: Bounds and times.
         clock: For deadlines.
+        tracing: Makes a span of each write, below the save's.
 
     Attributes:
         used_bytes: What waits.
@@ -87,9 +91,11 @@ class WriteBack:
         meters: Meters,
         limits: StoreLimits,
         clock: Clock,
+        tracing: Tracing | None = None,
     ) -> None:
         self.used_bytes = 0
         self.is_paused = False
+        self._tracing = tracing
         self._tier = tier
         self._journeys = journeys
         self._is_hot = is_hot
@@ -131,6 +137,8 @@ class WriteBack:
             return False
         job = _Job(self._num_arrived // _WAVE_RECORDS, record.header.span.stop, self._num_arrived, record)
         job.is_evictable = is_evictable
+        if self._tracing is not None:
+            job.trace = self._tracing.current()
         if not is_evictable:
             self._journeys.begin(record, in_cold=in_cold)
         self._num_arrived += 1
@@ -213,12 +221,16 @@ class WriteBack:
 
     def _add_worker(self) -> None:
         self._num_workers += 1
-        self._background.spawn(self._work(), f"write back to {self._tier.name}")
+        self._background.spawn(self._work(), f"write back to {self._tier.name}", is_nobodys=True)
 
     async def _write(self, job: _Job) -> None:
         job.attempts += 1
         try:
-            outcome = await self._put(job)
+            if self._tracing is None:
+                outcome = await self._put(job)
+            else:
+                with self._tracing.span("kvstore.write_back", job.trace, tier=self._tier.name):
+                    outcome = await self._put(job)
         except Unavailable:
             self._failures += 1
             self._meters.add("write_back_failures", tier=self._tier.name)

@@ -95,7 +95,7 @@ class Welcome(Message):
         save_credit_bytes: Payload bytes of saves that may be unanswered here; one larger save may run alone.
         max_requests: Requests that may be unanswered here.
         arena: Which memory the service shares with peers on its node; empty for none.
-        explains: Whether it takes `outcome` and answers `explain`.
+        explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
     """
 
     type: ClassVar[str] = "welcome"
@@ -106,6 +106,7 @@ class Welcome(Message):
     max_requests: int
     arena: bytes = b""
     explains: bool = False
+    traces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +160,7 @@ class Lookup(Request):
 
 @dataclass(frozen=True, slots=True)
 class LookedUp(Reply):
-    """`masks` holds `mask_bytes` little-endian bytes per boundary, `offers` by resume point a map of bytes by tier,
-    `silent` names joined by commas."""
+    """`masks`: `mask_bytes` little-endian bytes per boundary; `offers`: by resume point a map of bytes by tier."""
 
     type: ClassVar[str] = "looked_up"
     resume_tokens: int

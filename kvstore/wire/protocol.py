@@ -103,8 +103,13 @@ class FrameConnection(asyncio.BufferedProtocol):
         if self.open:
             self._write(message, None)
 
-    async def send(self, message: messages.Message, payload: memoryview | None = None) -> None:
+    async def send(self, message: messages.Message, payload: memoryview | None = None, trace: str = "") -> None:
         """Send a message when it is its turn and the other side reads; the payload is not copied.
+
+        Args:
+            message: What to say.
+            payload: Behind it.
+            trace: A `traceparent` for its head, for a side that reads it.
 
         Raises:
             Unavailable: The connection is closed.
@@ -115,7 +120,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             await self._writable.wait()
             if not self.open:
                 raise Unavailable("the connection is closed")
-            self._write(message, payload)
+            self._write(message, payload, trace)
 
     async def send_descriptor(self, message: messages.Message, descriptor: int) -> None:
         """Send a message and with it a descriptor, which the other side gets a duplicate of.
@@ -144,9 +149,12 @@ class FrameConnection(asyncio.BufferedProtocol):
             if sent < len(head):  # the descriptor went with the first byte
                 transport.write(head[sent:])
 
-    def _write(self, message: messages.Message, payload: memoryview | None) -> None:
+    def _write(self, message: messages.Message, payload: memoryview | None, trace: str = "") -> None:
         assert self._transport is not None
-        head = pack_head(messages.encode(message), 0 if payload is None else len(payload))
+        fields = messages.encode(message)
+        if trace:
+            fields["trace"] = trace
+        head = pack_head(fields, 0 if payload is None else len(payload))
         self.sent_bytes += len(head) + (0 if payload is None else len(payload))
         self._transport.write(head)
         if payload is not None:

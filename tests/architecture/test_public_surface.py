@@ -26,7 +26,7 @@ SURFACE = {
     ],
     "kvstore.client": [
         *("Address", "BlockingStore", "ClientOptions", "ClientTls", "EmbeddedOptions", "RemoteStore"),
-        *("TcpAddress", "UnixAddress", "connect", "parse_address"),
+        *("TcpAddress", "UnixAddress", "connect", "parse_address", "trace_parent"),
     ],
     "kvstore.codec": [
         *("CHAINS", "CodecPool", "Encoded", "PLANES2", "PLANES4", "PoolUsage", "RAW", "ZSTD"),

@@ -68,6 +68,7 @@ def test_defaults_work_without_any_set_up(tmp_path: Path) -> None:
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert settings.disk_budget_bytes(tmp_path / "not" / "there") == pytest.approx(free_bytes // 10, rel=0.05)
     assert settings.idle_exit_s is None
+    assert (settings.log_format, settings.otlp_traces_endpoint, settings.traces_share) == ("text", None, 0.01)
 
 
 def test_the_administration_can_be_off() -> None:
@@ -125,6 +126,9 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         {"stall_timeout_ms": "soon"},
         {"encryption_keys": ""},
         {"encryption_keys": 7},
+        {"log_format": "xml"},
+        {"otlp_traces_endpoint": "collector:4318"},
+        {"traces_share": 1.5},
     ],
 )
 def test_values_that_do_not_fit_are_refused_by_name(bad: dict[str, object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
@@ -15,6 +15,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.wrap.breaker import Breaker
 
@@ -45,6 +46,7 @@ class GuardedTier(Tier):
         calls_max: Calls at a time; one more is refused, so that a slow tier does not collect the whole node's requests.
         clock: For the length of calls.
         events: Told when the tier is left alone, when it is back, and of each record that is put aside.
+        tracing: Makes a span of each call.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class GuardedTier(Tier):
         calls_max: int = 1024,
         clock: Clock = SYSTEM_CLOCK,
         events: Events | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.name = inner.name
         self.inner = inner
         inner.on_quarantine = self._put_aside
@@ -80,14 +84,14 @@ class GuardedTier(Tier):
         return self._breaker.is_open
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
-        with self._call(deadline):
+        with self._call("head", deadline):
             self._count("heads", len(keys))
             return await self.inner.head(keys, deadline=deadline)
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
-        with self._call(deadline):
+        with self._call("get", deadline):
             self._count("reads")
             record = await self.inner.get(key, deadline=deadline, allocate=allocate)
         if record is not None:
@@ -102,7 +106,7 @@ class GuardedTier(Tier):
         return await self._put(self.inner.put_evictable, record, deadline)
 
     async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
-        with self._call(deadline):
+        with self._call("put", deadline):
             self._count("puts")
             outcome = await put(record, deadline=deadline)
         if outcome is PutOutcome.STORED:
@@ -112,22 +116,22 @@ class GuardedTier(Tier):
         return outcome
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
-        with self._call(deadline):
+        with self._call("delete", deadline):
             return await self.inner.delete(key, deadline=deadline)
 
     def cost_bytes(self, num_bytes: int) -> int:
         return self.inner.cost_bytes(num_bytes)
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        with self._call(deadline):
+        with self._call("delete_all", deadline):
             await self.inner.delete_all(keys, deadline=deadline)
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        with self._call(deadline):
+        with self._call("allow_eviction", deadline):
             await self.inner.allow_eviction(keys, deadline=deadline)
 
     async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        with self._call(deadline):
+        with self._call("quarantine", deadline):
             await self.inner.quarantine(key, reason, deadline=deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -137,19 +141,19 @@ class GuardedTier(Tier):
             yield entry
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
-        with self._call(deadline):
+        with self._call("put_manifest", deadline):
             await self.inner.put_manifest(namespace, manifest, deadline=deadline)
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        with self._call(deadline):
+        with self._call("get_manifest", deadline):
             return await self.inner.get_manifest(namespace, deadline=deadline)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        with self._call(deadline):
+        with self._call("usage", deadline):
             return await self.inner.usage(deadline=deadline)
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
-        with self._call(deadline):
+        with self._call("concerns", deadline):
             return await self.inner.concerns(deadline=deadline)
 
     async def aclose(self) -> None:
@@ -166,8 +170,16 @@ class GuardedTier(Tier):
         if self.on_drop is not None:
             self.on_drop(keys)
 
+    def _call(self, what: str, deadline: Deadline) -> AbstractContextManager[None]:
+        return self._guard(deadline) if self._tracing is None else self._traced(self._tracing, what, deadline)
+
     @contextmanager
-    def _call(self, deadline: Deadline) -> Iterator[None]:
+    def _traced(self, tracing: Tracing, what: str, deadline: Deadline) -> Iterator[None]:
+        with tracing.span(f"{self.name}.{what}", tier=self.name), self._guard(deadline):
+            yield
+
+    @contextmanager
+    def _guard(self, deadline: Deadline) -> Iterator[None]:
         """Refuse the call, or run it and learn from how it ends."""
         if not self._closed:  # else the inner tier says `Closed`
             self._check_closed_breaker()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from connector.prefix_hash import PrefixChain
+from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
 from tests.unit.connector.scheduler_world import World, world
-from tests.unit.connector.support import BLOCK, eventually
+from tests.unit.connector.support import BLOCK, SteeredStore, eventually
 
 
 @pytest.fixture
@@ -36,6 +38,27 @@ def test_hit_path(at: World) -> None:
     at.no_leases()
     assert at.store.calls["stage"] == 1
     at.side.on_finished("a")
+
+
+def test_the_trace_of_a_request_goes_with_its_questions(at: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookup and stage of a traced request are asked in its trace; those of another one, before and after, in none."""
+    seen: list[tuple[str, str]] = []
+    for name in ("lookup", "stage"):
+        original = getattr(SteeredStore, name)
+
+        async def watched(self: Any, *given: Any, of: Any = original, what: str = name, **more: Any) -> Any:
+            seen.append((what, trace_parent.get()))
+            return await of(self, *given, **more)
+
+        monkeypatch.setattr(SteeredStore, name, watched)
+    at.keep("a", 170)
+    for request_id, trace in (("a1", ""), ("a2", "00-a-b-01"), ("a3", "")):
+        seen.clear()
+        at.new(request_id, 170, "a", trace=trace)
+        assert at.ask(request_id) == 160
+        assert seen == [("lookup", trace), ("stage", trace)]
+        at.side.on_finished(request_id)
+        at.no_leases()
 
 
 def test_hit_beyond_the_local_one(at: World) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from connector.content import AdapterRequest, MediaItem, PromptContent, UncacheableContent
 from connector.prefix_hash import PrefixChain
-from connector.vllm_requests import RequestReader
+from connector.vllm_requests import RequestReader, read_trace
 
 HASH = "5" * 64
 TRUSTING = RequestReader(trusts_media=True)
@@ -145,3 +145,9 @@ def test_what_cannot_be_known() -> None:
     """Sessions that rewrite their prompt, and embeddings that are no matrix, are refused by name."""
     assert refusal(TRUSTING, request(resumable=True)) == "streaming_session"
     assert refusal(TRUSTING, request(prompt_embeds=torch.zeros(2, 3, 4))) == "prompt_embeds"
+
+
+def test_the_trace_of_a_request_is_read_where_vllm_traces() -> None:
+    """The header of W3C; nothing where there is none."""
+    assert read_trace(request(trace_headers={"traceparent": "00-a-b-01", "tracestate": "x"})) == "00-a-b-01"
+    assert read_trace(request(trace_headers={"tracestate": "x"})) == read_trace(request()) == ""
