@@ -31,11 +31,13 @@ from kvstore.tiers.locations import (
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["Settings", "load_settings", "parse_bytes"]
+__all__ = ["TOKEN_VARIABLE", "Settings", "load_settings", "parse_bytes"]
 
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 """Names the TOML file where no flag does."""
+TOKEN_VARIABLE = "KVSTORE_TOKEN"
+"""Holds the token of verbs that ask a service, where no file does; services do not read it."""
 
 _FOREIGN_PREFIXES = ("KVSTORE_CONNECTOR_", "KVSTORE_TEST_")
 """The engine's side, and the test suite, read these."""
@@ -276,7 +278,7 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
     in_environment = {
         name.upper().removeprefix(ENV_PREFIX).lower()
         for name in environment
-        if name.upper() != CONFIG_VARIABLE and not name.upper().startswith(_FOREIGN_PREFIXES)
+        if name.upper() not in (CONFIG_VARIABLE, TOKEN_VARIABLE) and not name.upper().startswith(_FOREIGN_PREFIXES)
     }
     _refuse_unknown(in_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
     if config is None and environment.get(CONFIG_VARIABLE):

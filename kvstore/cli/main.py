@@ -11,11 +11,19 @@ import typer
 import kvstore
 from kvstore.cli.doctor import doctor
 from kvstore.cli.explain import explain
+from kvstore.cli.gc import gc
+from kvstore.cli.ls import ls
+from kvstore.cli.pin import pin, unpin
+from kvstore.cli.quota import quota
 from kvstore.cli.reindex import reindex
+from kvstore.cli.rm import rm
 from kvstore.cli.serve import serve
+from kvstore.cli.show import show
 from kvstore.cli.simulate import simulate
 from kvstore.cli.status import status
+from kvstore.cli.top import top
 from kvstore.cli.verify import verify
+from kvstore.cli.weights import weights
 from kvstore.errors import InvalidRequest, KVStoreError
 
 __all__ = ["app", "main"]
@@ -24,16 +32,23 @@ FAILURE, USAGE = 1, 2
 # click's; taken from here because newer releases of typer carry click inside
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-app = typer.Typer(
-    name="kvstore", help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(name="kvstore", help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True)
 app.command()(doctor)
 app.command()(explain)
+app.command()(gc)
+app.command()(ls)
+app.command()(pin)
+app.command()(quota)
 app.command()(reindex)
+app.command()(rm)
 app.command()(serve)
+app.command()(show)
 app.command()(simulate)
 app.command()(status)
+app.command()(top)
+app.command()(unpin)
 app.command()(verify)
+app.add_typer(weights, name="weights")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,174 @@
+"""What verbs that ask the administration interface have in common: where it is, which token, what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
+
+import typer
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.service.main import read_token
+from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
+from kvstore.wire.tls import ClientTls
+
+__all__ = ["AdminClient", "AdminUrl", "AsJson", "Config", "Timeout", "TokenFile", "Yes", "administered"]
+
+AdminUrl: TypeAlias = Annotated[
+    str,
+    typer.Option(help="http://host:port of the administration; else as admin_listen says ($KVSTORE_ADMIN_LISTEN)."),
+]
+TokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"A file with the token, chmod 600; else $KVSTORE_TOKEN_FILE, or the token in ${TOKEN_VARIABLE}."
+    ),
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+Timeout: TypeAlias = Annotated[float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each answer.")]
+Config: TypeAlias = Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without, only tell what would be done.")]
+
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_ANSWER_BYTES_MAX = 64 << 20
+
+
+class AdminClient:
+    """Asks one service's administration interface.
+
+    Args:
+        url: `http://host:port` or `https://host:port`.
+        token: Shown with each request, unless empty.
+        timeout_s: For each answer.
+        tls: What is believed and shown where the address is `https`.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url
+        self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._timeout_s = timeout_s
+        # a proxy of the environment is for the world outside: it knows nothing of this host
+        self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=tls))
+
+    def get(self, *path: str, **query: object) -> Any:
+        """What a route answers; parts of the path are escaped, a query that is `None` is left out.
+
+        Raises:
+            InvalidRequest: The call is wrong; the message names the field.
+            Unavailable: Nobody answers, or it is refused; the message names the next step.
+        """
+        return self.call("GET", *path, query=query)
+
+    def call(
+        self, method: str, *path: str, query: Mapping[str, object] | None = None, body: object | None = None
+    ) -> Any:
+        """As `get`, with any method; a body is sent as JSON."""
+        return json.loads(self._ask(method, "/v1/" + "/".join(map(_escaped, path)), query, body) or b"null")
+
+    def text(self, path: str) -> str:
+        """What a route answers that is no JSON."""
+        return self._ask("GET", path, None, None).decode(errors="replace")
+
+    def _ask(self, method: str, path: str, query: Mapping[str, object] | None, body: object | None) -> bytes:
+        given = {name: _spelled(value) for name, value in (query or {}).items() if value is not None}
+        url = f"{self.url}{path}{'?' + urlencode(given) if given else ''}"
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
+        try:
+            with self._opener.open(Request(url, data, headers, method=method), timeout=self._timeout_s) as answer:
+                found: bytes = answer.read(_ANSWER_BYTES_MAX)
+                return found
+        except HTTPError as error:
+            with error:
+                raise _refusal(error.code, error.read(_ANSWER_BYTES_MAX)) from None
+        except (URLError, TimeoutError, HTTPException, OSError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise Unavailable(
+                f"no administration interface answers at {self.url}: is `kvstore serve` running there, with this "
+                "admin_listen? name another one with --admin-url or KVSTORE_ADMIN_LISTEN",
+                reason=reason,
+            ) from error
+
+
+def _escaped(part: str) -> str:
+    return quote(part, safe="")
+
+
+def _spelled(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
+    """A refusal as an error of ours, with what to do next."""
+    try:
+        problem = json.loads(content)
+        detail, field = str(problem["detail"]), problem.get("field")
+    except (ValueError, KeyError, TypeError):
+        return Unavailable("this is no administration interface of kvstore: name another --admin-url", status=status)
+    if status == 401:
+        return Unavailable(
+            f"{detail}: name a file with a token of this service in --token-file or KVSTORE_TOKEN_FILE, or put the "
+            f"token into {TOKEN_VARIABLE}"
+        )
+    if status == 403:
+        return Unavailable(f"{detail}: show another token, see `kvstore --help` and docs/admin.md")
+    if status in (413, 422):
+        told = {name: problem[name] for name in ("expected", "seen") if problem.get(name) is not None}
+        return InvalidRequest(f"{field}: {detail}" if field else detail, **told)
+    if status in (429, 503):
+        return Unavailable(f"{detail}: try again in a moment")
+    seen = {"seen": problem["seen"]} if problem.get("seen") is not None else {}
+    return Unavailable(f"{detail}{': see the log of the service' if status == 500 else ''}", **seen)
+
+
+@contextmanager
+def administered(
+    url: str, token_file: Path | None, timeout_s: float, config: Path | None = None
+) -> Iterator[AdminClient]:
+    """The interface at a url, or where the settings say that it listens.
+
+    Raises:
+        InvalidRequest: The url or the token file is wrong, or the settings turn the interface off.
+    """
+    settings = load_settings({}, config=config)
+    url = _checked(url) if url else _url_of(settings)
+    tls = None
+    if url.startswith("https:"):
+        tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file).context()
+    yield AdminClient(url, _token(settings, token_file), timeout_s=timeout_s, tls=tls)
+
+
+def _token(settings: Settings, token_file: Path | None) -> str:
+    if token_file is not None:
+        return read_token(token_file)
+    if token := os.getenv(TOKEN_VARIABLE, "").strip():
+        return token
+    return read_token(settings.token_file) if settings.token_file is not None else ""
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or parts.username is not None:
+        raise InvalidRequest("expected http://host:port or https://host:port", field="admin-url", seen=repr(url))
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _url_of(settings: Settings) -> str:
+    address = settings.admin_listen
+    if address is None:
+        raise InvalidRequest("admin_listen is off: turn it on where the service runs, or name an --admin-url")
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{'https' if address.tls else 'http'}://{_ANY.get(address.host, host)}:{address.port}"

@@ -1,0 +1,50 @@
+"""`kvstore gc`: delete what serves no hit: retired weights, incomplete boundaries, what was cut off, orphans."""
+
+from __future__ import annotations
+
+import typer
+
+from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
+from kvstore.cli.rm import amounts_told
+from kvstore.cli.shown import echo_json
+from kvstore.cli.watching import watched
+
+__all__ = ["gc"]
+
+_WORDS = {
+    "retired": "of retired weights",
+    "incomplete": "incomplete, or standing on nothing",
+    "unfinished": "left by deletions that were cut off",
+    "orphans": "unknown to the catalog",
+}
+
+
+def gc(
+    *,
+    yes: Yes = False,
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 60.0,
+    json_: AsJson = False,
+) -> None:
+    """Delete what serves no hit any more, but for what pins protect. Without --yes nothing is deleted.
+
+    It is a job of the service: Ctrl-C cancels it, and run again it goes on. A tenant's token reaches its own.
+    """
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        job = watched(client, client.call("POST", "gc", query={"confirm": yes}), quiet=json_)
+    if json_:
+        echo_json(job)
+        return
+    report = job["report"]
+    for kind, words in _WORDS.items():
+        typer.echo(f"{'deleted' if yes else 'would delete'}, {words}: {amounts_told(report[kind])}")
+    if report["num_pinned"]:
+        typer.echo(f"stays, since pins protect it: {report['num_pinned']:,} boundaries")
+    for namespace in report["undescribed_namespaces"]:
+        typer.echo(f"left alone, nobody describes it: namespace {namespace}")
+    for note in report["notes"]:
+        typer.echo(f"note: {note}")
+    if not yes and any(report[kind] for kind in _WORDS):
+        typer.echo("nothing was deleted: add --yes to do it")

@@ -1,0 +1,92 @@
+"""`kvstore ls`: namespaces, or the boundaries or pins of one."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.shown import bytes_text, echo_json, held_text, print_table, table_of, time_text, whole_namespace
+
+__all__ = ["ls"]
+
+
+class ListOrder(Enum):
+    """In which order boundaries are listed."""
+
+    HITS = "hits"
+    BYTES = "bytes"
+    AGE = "age"
+    IDLE = "idle"
+    STORED = "stored"
+
+
+def ls(
+    *,
+    namespace: Annotated[str, typer.Argument(help="Whose boundaries: its id or a start of it; none: namespaces.")] = "",
+    order: Annotated[ListOrder, typer.Option(help="The most first; idle: unused for longest; stored: none.")] = (
+        ListOrder.HITS
+    ),
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = 50,
+    pins: Annotated[bool, typer.Option("--pins", help="The namespace's pins instead.")] = False,
+    cursor: Annotated[str, typer.Option(help="next_cursor of the list before, for what comes behind it.")] = "",
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 30.0,
+    json_: AsJson = False,
+) -> None:
+    """List namespaces with what they hold, or a namespace's boundaries or pins."""
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        if not namespace:
+            found = client.get("namespaces", limit=limit, cursor=cursor)
+        else:
+            whole = whole_namespace(client, namespace)
+            route, query = ("pins", {}) if pins else ("prefixes", {"order": order.value})
+            found = client.get(route, namespace=whole, limit=limit, cursor=cursor, **query)
+    if json_:
+        echo_json(found)
+    elif not namespace:
+        _show_namespaces(found, client)
+    elif pins:
+        _show_pins(found)
+    else:
+        _show_prefixes(found)
+    if found["next_cursor"] and not json_:
+        typer.echo(f"there is more: --cursor {found['next_cursor']}")
+
+
+def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
+    table = table_of(f"namespaces at {client.url}", "namespace", "tenant", "boundaries", "held", right=("boundaries",))
+    for one in found["namespaces"]:
+        table.add_row(
+            one["namespace"], escape(one["tenant"]) or "-", f"{one['num_boundaries']:,}", held_text(one["held"])
+        )
+    print_table(table)
+    typer.echo(f"all together: {held_text(found['total'])}")
+
+
+def _show_prefixes(found: dict[str, Any]) -> None:
+    table = table_of(
+        "boundaries", "prefix", "tokens", "hits", "bytes", "held", "last use (UTC)", right=("tokens", "hits", "bytes")
+    )
+    for one in found["prefixes"]:
+        sizes = one["num_bytes"]
+        tokens = f"{one['tokens']:,}" if one["tokens"] else "?"
+        pin = " pinned" if one["pinned_until_s"] else ""
+        largest = bytes_text(max(sizes.values(), default=0))
+        tiers = ", ".join(tier for tier, size in sizes.items() if size) + pin
+        table.add_row(one["prefix"], tokens, f"{one['hits']:,}", largest, tiers, time_text(one["last_use_s"]))
+    print_table(table)
+    if not found["is_complete"]:
+        typer.echo("not all entries were looked at in time: some may be missing")
+
+
+def _show_pins(found: dict[str, Any]) -> None:
+    table = table_of("pins", "prefix", "until (UTC)")
+    for one in found["pins"]:
+        table.add_row(one["prefix"], time_text(one["pinned_until_s"]))
+    print_table(table)

@@ -1,0 +1,57 @@
+"""`kvstore pin` and `kvstore unpin`: boundaries that retention leaves alone, for a time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.shown import echo_json, parse_duration, time_text, whole_namespace
+
+__all__ = ["pin", "unpin"]
+
+NamespaceArgument = Annotated[str, typer.Argument(help="Its id, or a start of it.")]
+PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, as `kvstore ls` tells.")]
+
+
+def pin(
+    *,
+    namespace: NamespaceArgument,
+    prefix: PrefixArgument,
+    for_: Annotated[str, typer.Option("--for", help="How long, like 12h, 7d or 4w.")] = "7d",
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 30.0,
+    json_: AsJson = False,
+) -> None:
+    """Keep a boundary, and all before it, from retention and deletion until a time has passed."""
+    expires_in_s = parse_duration(for_, "for")
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        body = {"namespace": whole_namespace(client, namespace), "prefix": prefix, "expires_in_s": expires_in_s}
+        made = client.call("POST", "pins", body=body)
+    if json_:
+        echo_json(made)
+    else:
+        typer.echo(f"pinned until {time_text(made['pinned_until_s'])} UTC: {made['prefix']}")
+
+
+def unpin(
+    *,
+    namespace: NamespaceArgument,
+    prefix: PrefixArgument,
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 30.0,
+    json_: AsJson = False,
+) -> None:
+    """End a pin now."""
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        whole = whole_namespace(client, namespace)
+        client.call("DELETE", "pins", whole, prefix)
+    if json_:
+        echo_json({"namespace": whole, "prefix": prefix, "pinned_until_s": 0})
+    else:
+        typer.echo(f"not pinned: {prefix}")

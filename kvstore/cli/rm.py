@@ -1,0 +1,104 @@
+"""`kvstore rm`: delete a namespace, a boundary, all that goes on from one, one user's prompts, or what is unused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
+from kvstore.cli.shown import bytes_text, echo_json, parse_duration, whole_namespace
+from kvstore.cli.watching import watched
+from kvstore.errors import InvalidRequest
+
+__all__ = ["amounts_told", "rm"]
+
+_STDIN = Path("-")
+
+
+def rm(
+    *,
+    namespace: Annotated[str, typer.Argument(help="Its id, or a start of it.")],
+    prefix: Annotated[str, typer.Argument(help="One boundary of it; none: all of the namespace.")] = "",
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="And all that go on from it.")] = False,
+    token_ids: Annotated[
+        Path | None, typer.Option(help="A file with token ids, as JSON: prompts that begin so; - is the input.")
+    ] = None,
+    salt_file: Annotated[
+        Path | None, typer.Option(help="A file with the cache_salt of those prompts: one user's alone.")
+    ] = None,
+    unused: Annotated[str, typer.Option(help="Only what was unused for so long, like 30d.")] = "",
+    yes: Yes = False,
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 60.0,
+    json_: AsJson = False,
+) -> None:
+    """Delete stored boundaries from every tier, but for what pins protect. Without --yes nothing is deleted.
+
+    Deletion of more than one boundary is a job of the service: Ctrl-C cancels it, and run again it goes on.
+    """
+    is_one = bool(prefix) and not recursive
+    if is_one and (token_ids or salt_file or unused):
+        raise InvalidRequest("one boundary is deleted as it is: leave the other options out, or add --recursive")
+    if recursive and not prefix:
+        raise InvalidRequest("--recursive is about a boundary: name it behind the namespace")
+    body: dict[str, object] = {} if not prefix else {"prefix": prefix}
+    if token_ids is not None:
+        body["token_ids"] = _read_token_ids(token_ids)
+    if salt_file is not None:
+        body["cache_salt"] = _read(salt_file).rstrip("\n")
+    if unused:
+        body["unused_s"] = parse_duration(unused, "unused")
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        body["namespace"] = whole_namespace(client, namespace)
+        if is_one:
+            path = ("prefixes", str(body["namespace"]), prefix)
+            report = client.call("DELETE", *path, query={"confirm": yes})
+            told: object = report
+        else:
+            job = client.call("POST", "deletions", query={"confirm": yes}, body=body)
+            told = job = watched(client, job, quiet=json_)
+            report = job["report"]
+    if json_:
+        echo_json(told)
+        return
+    typer.echo(f"{'deleted' if yes else 'would delete'}: {amounts_told(report['by_tier'])}")
+    if report["num_pinned"]:
+        typer.echo(f"stays, since pins protect it: {report['num_pinned']:,} boundaries")
+    if not yes and report["by_tier"]:
+        typer.echo("nothing was deleted: add --yes to do it")
+
+
+def amounts_told(by_tier: Mapping[str, Any]) -> str:
+    """What tiers hold, in words."""
+    return (
+        ", ".join(
+            f"{one['num_boundaries']:,} boundaries in {tier} ({one['num_records']:,} records, "
+            f"{bytes_text(one['num_bytes'])})"
+            for tier, one in by_tier.items()
+        )
+        or "nothing"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if path == _STDIN else path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest("cannot read the file", path=path, error=error) from error
+
+
+def _read_token_ids(path: Path) -> list[int]:
+    try:
+        found = json.loads(_read(path))
+    except ValueError as error:
+        raise InvalidRequest("expected a JSON list of token ids", path=path, error=error) from error
+    if not isinstance(found, list):
+        raise InvalidRequest("expected a JSON list of token ids", path=path, seen=type(found).__name__)
+    return found

@@ -1,0 +1,88 @@
+"""`kvstore show`: one namespace with its description, or one boundary with its records and its place among others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.shown import bytes_text, echo_json, held_text, print_table, table_of, time_text, whole_namespace
+
+__all__ = ["show"]
+
+_FAMILY_SHOWN = 8
+
+
+def show(
+    *,
+    namespace: Annotated[str, typer.Argument(help="Its id, or a start of it.")],
+    prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, as `kvstore ls` tells.")] = "",
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 30.0,
+    json_: AsJson = False,
+) -> None:
+    """Show one namespace with all fields that make it this one, or one of its boundaries."""
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        whole = whole_namespace(client, namespace)
+        found = client.get("prefixes", whole, prefix) if prefix else client.get("namespaces", whole)
+    if json_:
+        echo_json(found)
+    elif prefix:
+        _show_prefix(found)
+    else:
+        _show_namespace(found)
+
+
+def _show_namespace(found: dict[str, Any]) -> None:
+    table = table_of(f"namespace {found['namespace']}", "what", "value")
+    table.add_row("tenant", escape(found["tenant"]) or "-")
+    table.add_row("boundaries", f"{found['num_boundaries']:,}")
+    table.add_row("held", held_text(found["held"]))
+    if found["is_retired"]:
+        table.add_row("retired", "its weights are retired: nothing of it is served")
+    for name, value in _flat(found["description"] or {}):
+        table.add_row(escape(name), escape(value))
+    print_table(table)
+    if found["description"] is None:
+        typer.echo("its description is nowhere: an engine that opens it writes it again")
+
+
+def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{path}[{index}]")
+    else:
+        yield path, str(value)
+
+
+def _show_prefix(found: dict[str, Any]) -> None:
+    table = table_of(f"boundary {found['prefix']}", "what", "value")
+    table.add_row("namespace", found["namespace"])
+    table.add_row("tokens", f"{found['tokens']:,}" if found["tokens"] else "not known until it is read")
+    table.add_row("hits", f"{found['hits']:,}")
+    table.add_row("first use (UTC)", time_text(found["first_use_s"]))
+    table.add_row("last use (UTC)", time_text(found["last_use_s"]))
+    table.add_row("pinned until (UTC)", time_text(found["pinned_until_s"]))
+    if found["leaving"]:
+        table.add_row("being deleted from", ", ".join(found["leaving"]))
+    for group in found["groups"]:
+        held = ", ".join(
+            f"{tier} {len(one['slices'])}/{group['num_slices']} ({bytes_text(one['num_bytes'])})"
+            for tier, one in group["held"].items()
+        )
+        table.add_row(f"group {group['group']}: {group['kind']}, {group['record']}", held or "nothing")
+    for name in ("parents", "children"):
+        listed = found[name]
+        for one in listed[:_FAMILY_SHOWN]:
+            table.add_row(name[:-1] if name == "parents" else "child", f"{one['prefix']} at {one['tokens']:,}")
+        if len(listed) > _FAMILY_SHOWN:
+            table.add_row("", f"and {len(listed) - _FAMILY_SHOWN:,} more {name}: --json")
+    print_table(table)

@@ -1,0 +1,188 @@
+"""`kvstore top`: a service as it works: lookups and hits, tiers, who holds how much, latest requests, running jobs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.shown import bytes_text, console_of, echo_json, held_text
+from kvstore.errors import Unavailable
+
+__all__ = ["top"]
+
+_NAMESPACES_SHOWN, _REQUESTS_SHOWN = 8, 8
+_NAMESPACES_MAX = 1000
+_SAMPLE = re.compile(r"^(kvstore_[a-z0-9_]+)(?:\{[^}]*\})? (\S+)$")
+_COUNTED = ("lookups", "lookup_hits", "served_records", "served_bytes", "saves", "write_back_bytes", "corrupt_records")
+
+
+def top(
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, max=60, help="Seconds between two looks.")] = 2.0,
+    admin_url: AdminUrl = "",
+    token_file: TokenFile = None,
+    config: Config = None,
+    timeout_s: Timeout = 10.0,
+    json_: AsJson = False,
+) -> None:
+    """Show a running service live: hits, tiers, namespaces, requests and jobs. Ctrl-C ends it.
+
+    Counters need an operator's token; a tenant's shows what is its own.
+    """
+    with administered(admin_url, token_file, timeout_s, config) as client:
+        seen = _look(client)
+        console = console_of()
+        if json_:
+            echo_json(seen)
+        elif once or not console.is_terminal:
+            console.print(_shown(client.url, seen, None, 0))
+        else:
+            _live(client, console, seen, interval_s)
+
+
+def _live(client: AdminClient, console: Console, seen: Mapping[str, Any], interval_s: float) -> None:
+    before, at_s = seen, time.monotonic()
+    try:
+        with Live(_shown(client.url, seen, None, 0), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                try:
+                    seen = _look(client)
+                except Unavailable as error:  # it may come back: say so, and go on
+                    live.update(
+                        f"{escape(str(error))}\n(asked again every {interval_s:g} s, Ctrl-C ends)", refresh=True
+                    )
+                    continue
+                now_s = time.monotonic()
+                live.update(_shown(client.url, seen, before, now_s - at_s), refresh=True)
+                before, at_s = seen, now_s
+    except KeyboardInterrupt:
+        return
+
+
+def _look(client: AdminClient) -> dict[str, Any]:
+    """All there is to show, as one object."""
+    tiers = client.get("tiers")["tiers"]
+    seen: dict[str, Any] = {"tiers": tiers, "counters": _counters(client)}
+    try:
+        listed = client.get("namespaces", limit=_NAMESPACES_MAX)
+        namespaces = sorted(listed["namespaces"], key=lambda one: -_size(one))
+        seen |= {"namespaces": namespaces[:_NAMESPACES_SHOWN], "total": listed["total"]}
+    except Unavailable as error:  # a service without a catalog, or whose Redis is away
+        seen |= {"namespaces": [], "total": {}, "catalog": str(error)}
+    seen["requests"] = client.get("requests")["requests"][:_REQUESTS_SHOWN]
+    seen["jobs"] = [job for job in client.get("jobs")["jobs"] if job["state"] == "running"]
+    return seen
+
+
+def _size(namespace: Mapping[str, Any]) -> int:
+    return max((held["num_bytes"] for held in namespace["held"].values()), default=0)
+
+
+def _counters(client: AdminClient) -> dict[str, float] | None:
+    """Sums over all labels; `None`: the token may not see them."""
+    try:
+        text = client.text("/metrics")
+    except Unavailable:
+        return None
+    wanted = {f"kvstore_{name}_total": name for name in _COUNTED} | {"kvstore_uptime_seconds": "uptime_s"}
+    wanted |= {"kvstore_sessions": "sessions"}
+    found = dict.fromkeys(wanted.values(), 0.0)
+    for line in text.splitlines():
+        if (match := _SAMPLE.match(line)) is not None and match[1] in wanted:
+            found[wanted[match[1]]] += float(match[2])
+    return found
+
+
+def _shown(url: str, seen: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> Group:
+    parts: list[Any] = [_headline(url, seen, before, seconds), _tiers(seen["tiers"])]
+    if seen["namespaces"]:
+        parts.append(_namespaces(seen))
+    elif "catalog" in seen:
+        parts.append(f"namespaces: {escape(seen['catalog'])}")
+    if seen["requests"]:
+        parts.append(_requests(seen["requests"]))
+    for job in seen["jobs"]:
+        progress = job["progress"]
+        total = f" of {progress['total']:,}" if progress["total"] is not None else ""
+        parts.append(f"job {job['job']}: {job['kind']}, {progress['done']:,}{total} {progress['unit']}")
+    return Group(*parts)
+
+
+def _headline(url: str, seen: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> str:
+    now = seen["counters"]
+    if now is None:
+        return f"[bold]kvstore at {escape(url)}[/bold] (counters need an operator's token)"
+    lines = [
+        f"[bold]kvstore at {escape(url)}[/bold], up {_span(now['uptime_s'])}, {now['sessions']:,.0f} connections",
+        _rates("since its start", now, None),
+    ]
+    then = before["counters"] if before is not None else None
+    if then is not None and seconds > 0 and now["uptime_s"] >= then["uptime_s"]:
+        lines.append(_rates("now", {name: now[name] - then[name] for name in now}, seconds))
+    return "\n".join(lines)
+
+
+def _rates(title: str, counts: Mapping[str, float], seconds: float | None) -> str:
+    share = f"{counts['lookup_hits'] / counts['lookups']:.0%}" if counts["lookups"] else "-"
+    per, unit = (seconds, "/s") if seconds else (1.0, "")
+    numbers = (
+        f"{counts['lookups'] / per:,.0f}{unit} lookups, {share} hits",
+        f"{counts['served_records'] / per:,.0f}{unit} records served, {bytes_text(counts['served_bytes'] / per)}{unit}",
+        f"{counts['saves'] / per:,.0f}{unit} saved, {bytes_text(counts['write_back_bytes'] / per)}{unit} written back",
+    )
+    corrupt = f", [bold red]{counts['corrupt_records']:,.0f} corrupt[/]" if counts["corrupt_records"] else ""
+    return f"{title}: {'; '.join(numbers)}{corrupt}"
+
+
+def _span(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours // 24} d {hours % 24} h" if hours >= 24 else f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+def _tiers(tiers: list[dict[str, Any]]) -> Table:
+    table = Table("tier", "state", "records", "used", "of", "waiting", "own", title="tiers", title_justify="left")
+    for one in tiers:
+        usage = one["usage"] or {}
+        state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{one['breaker']}: does not answer[/]"
+        if one["write_back"] == "paused":
+            state += " [yellow]write-back paused[/]"
+        records, waiting = usage.get("num_records"), usage.get("waiting_records")
+        table.add_row(
+            one["name"],
+            state,
+            f"{records:,}" if records is not None else "-",
+            bytes_text(usage.get("used_bytes")),
+            bytes_text(usage.get("limit_bytes")),
+            f"{waiting:,}" if waiting is not None else "-",
+            bytes_text(one["own"]["num_bytes"]) if one["own"] else "-",
+        )
+    return table
+
+
+def _namespaces(seen: Mapping[str, Any]) -> Table:
+    table = Table("namespace", "tenant", "boundaries", "held", title="largest namespaces", title_justify="left")
+    for one in seen["namespaces"]:
+        row = (one["namespace"], escape(one["tenant"]) or "-", f"{one['num_boundaries']:,}", held_text(one["held"]))
+        table.add_row(*row)
+    table.add_row("all", "", "", held_text(seen["total"]))
+    return table
+
+
+def _requests(requests: list[dict[str, Any]]) -> Table:
+    columns = ("request", "prompt tokens", "resumed from", "result", "why no further")
+    table = Table(*columns, title="latest requests", title_justify="left")
+    for one in requests:
+        tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
+        table.add_row(escape(one["request"]), *tokens, one["result"], one["reason"] or "-")
+    return table

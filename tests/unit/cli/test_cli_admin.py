@@ -1,0 +1,260 @@
+"""Verbs that ask the administration interface, against a real service: tables, JSON, statuses, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.api import Outcome
+from kvstore.cli.main import main
+from kvstore.model.prefix_chain import PlainChain
+from kvstore.service.admin.job_board import Job, JobBoard
+from kvstore.service.credentials import Grant
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.servers.ports import free_ports
+from tests.unit.admin.admin_world import World, prompt_of, soon, world
+
+Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
+
+
+@pytest.fixture
+async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """A service that the environment names, with an operator's token there."""
+    async with world(tmp_path) as opened:
+        monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", opened.url.removeprefix("http://"))
+        monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
+        yield opened
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command beside the service, in a thread: status, output and complaints."""
+
+    async def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = await asyncio.to_thread(main, arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+async def told(run: Run, *arguments: str) -> Any:
+    """What a verb says with --json."""
+    status, out, err = await run(*arguments, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+async def hit(made: World, prompt: Prompt) -> int:
+    return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
+
+
+async def test_what_is_stored_is_listed_and_shown(made: World, run: Run) -> None:
+    """Namespaces, boundaries and pins as tables with whole names and as JSON; a start of a namespace's id is enough."""
+    prompt = await made.save(prompt_of("a"))
+    namespace, prefix = prompt.namespace.hex(), prompt.boundary(128).prefix.hex()
+    status, out, err = await run("ls")
+    assert (status, err) == (0, "") and namespace in out and "filesystem 14.0 KiB" in out
+    assert (await told(run, "ls"))["namespaces"][0]["num_boundaries"] == 6
+    status, out, _ = await run("ls", namespace[:6], "--order", "age", "--limit", "2")
+    assert status == 0 and out.count("filesystem") == 2 and "--cursor" in out
+    assert len((await told(run, "ls", namespace[:6], "--order", "stored"))["prefixes"]) == 6
+    status, out, _ = await run("show", namespace[:6])
+    assert status == 0 and "layout.page_tokens" in out and "64" in out
+    status, out, _ = await run("show", namespace, prefix)
+    assert status == 0 and "filesystem 2/2" in out and prompt.boundary(192).prefix.hex() in out
+    assert (await told(run, "show", namespace, prefix))["tokens"] == 128
+    status, out, _ = await run("pin", namespace[:6], prefix, "--for", "2h")
+    assert status == 0 and out.startswith("pinned until ")
+    status, out, _ = await run("ls", namespace, "--pins")
+    assert status == 0 and prefix in out
+    assert (await run("unpin", namespace, prefix))[:2] == (0, f"not pinned: {prefix}\n")
+    assert (await told(run, "ls", namespace, "--pins"))["pins"] == []
+
+
+async def test_deletion_asks_first(made: World, run: Run, tmp_path: Path) -> None:
+    """Without --yes nothing goes; one boundary, all behind one, one user's prompts by salt, a whole namespace."""
+    prompt = await made.save(prompt_of("a"))
+    namespace, prefix = prompt.namespace.hex(), prompt.boundary(336).prefix.hex()
+    status, out, _ = await run("rm", namespace, prefix)
+    assert status == 0 and out.startswith("would delete: 1 boundaries in memory") and "add --yes" in out
+    assert await hit(made, prompt) == 336
+    status, out, _ = await run("rm", namespace, prefix, "--yes")
+    assert status == 0 and out.startswith("deleted: ") and await hit(made, prompt) == 320
+    job = await told(run, "rm", namespace, prompt.boundary(256).prefix.hex(), "--recursive", "--yes")
+    assert job["report"]["by_tier"]["filesystem"]["num_boundaries"] == 2 and await hit(made, prompt) == 192
+    (tmp_path / "ids").write_text(json.dumps([1] * 64))
+    (tmp_path / "salt").write_text("anna\n")
+    user = ("--token-ids", str(tmp_path / "ids"), "--salt-file", str(tmp_path / "salt"))
+    assert PlainChain("anna").extend([1] * 64)
+    assert (await told(run, "rm", namespace, *user, "--yes"))["report"]["by_tier"] == {}
+    status, out, _ = await run("rm", namespace, "--unused", "1h", "--yes")
+    assert (status, out) == (0, "deleted: nothing\n")
+    status, out, _ = await run("rm", namespace[:8], "--yes")
+    assert status == 0 and out.startswith("deleted: 3 boundaries in filesystem") and await hit(made, prompt) == 0
+
+
+async def test_orders_are_given(made: World, run: Run) -> None:
+    """Quotas are set, shown and removed; weights are retired, collected and taken back; each asks where it deletes."""
+    old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
+    assert (await run("quota"))[:2] == (0, "no quotas\n")
+    status, out, _ = await run("quota", "red", "--guaranteed", "1MiB", "--maximum", "2MiB")
+    assert status == 0 and "1.0 MiB" in out and "an operator" in out
+    assert (await told(run, "quota"))["quotas"][0]["maximum_bytes"] == 2 << 20
+    assert (await run("quota", "red", "--remove"))[:2] == (0, "no quota of red\n")
+    status, out, _ = await run("weights", "list")
+    assert status == 0 and "old" in out
+    status, out, _ = await run("weights", "retire", "old")
+    assert status == 0 and "add --yes" in out and await hit(made, old) == 128
+    assert (await told(run, "weights", "retire", "old", "--yes"))["weights"]["is_retired"]
+    assert await hit(made, old) == 0
+    status, out, _ = await run("gc")
+    assert status == 0 and "would delete, of retired weights: 2 boundaries in filesystem" in out
+    assert (await run("weights", "restore", "old", "--yes"))[0] == 0 and await hit(made, old) == 128
+    assert (await told(run, "gc", "--yes"))["report"]["retired"] == {}
+    await run("weights", "retire", "old", "--yes")
+    assert (await told(run, "gc", "--yes"))["report"]["retired"]["filesystem"]["num_records"] == 4
+
+
+async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, as tables or JSON: counters, tiers, namespaces, requests; a tenant's token shows what is its own."""
+    prompt = await made.save(prompt_of("a"))
+    made.store.tell(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+    status, out, err = await run("top", "--once")
+    assert (status, err) == (0, "")
+    for text in ("since its start: 1 lookups", "filesystem", "healthy", prompt.namespace.hex(), "chatcmpl-1"):
+        assert text in out
+    seen = await told(run, "top")
+    assert seen["counters"]["saves"] == 12 and [tier["level"] for tier in seen["tiers"]] == ["memory", "cold"]
+    monkeypatch.setenv("KVSTORE_TOKEN", "blue token")
+    seen = await told(run, "top")
+    assert (seen["counters"], seen["namespaces"], seen["requests"]) == (None, [], [])
+    assert "operator's token" in (await run("top", "--once"))[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "texts"),
+    [
+        (["show", "0" * 32], 1, ["no such namespace"]),
+        (["show", "f" * 31], 2, ["no namespace starts like that", "kvstore ls"]),
+        (["show", "x"], 2, ["32 hex digits"]),
+        (["pin", "0" * 32, "1" * 64, "--for", "soon"], 2, ["for", "7d"]),
+        (["rm", "0" * 32, "--recursive"], 2, ["--recursive"]),
+        (["quota", "--maximum", "1GiB"], 2, ["whose quota"]),
+        (["quota", "red", "--maximum", "much"], 2, ["maximum", "8GiB"]),
+        (["quota", "red", "--guaranteed", "1PiB"], 2, ["three quarters"]),
+        (["weights", "retire", "nobody's"], 1, ["nothing is known of these weights"]),
+        (["ls", "--admin-url", "ftp://x"], 2, ["http://host:port"]),
+        (["ls", "--token-file", "/nonexistent"], 2, ["token_file", "/nonexistent"]),
+    ],
+)
+async def test_errors_name_the_next_step(
+    made: World, run: Run, arguments: list[str], status: int, texts: list[str]
+) -> None:
+    """A wrong call is 2, what is not there or refused is 1; one line each."""
+    code, out, err = await run(*arguments)
+    assert (code, out, len(err.splitlines())) == (status, "", 1)
+    assert err.startswith("kvstore: ") and all(text in err for text in texts)
+
+
+async def test_a_token_that_is_refused_is_told(
+    made: World, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """None, a wrong one, one that may not: how to show another; a file is stronger than the environment. A service that
+    is not there, and something else that listens, are told too, and no token is ever said.
+    """
+    monkeypatch.setenv("KVSTORE_TOKEN", "wrong")
+    code, _, err = await run("ls")
+    assert code == 1 and "--token-file" in err and "KVSTORE_TOKEN" in err and "wrong" not in err
+    path = tmp_path / "token"
+    path.write_text("red reader token\n")
+    path.chmod(0o600)
+    assert (await run("ls", "--token-file", str(path)))[0] == 0
+    monkeypatch.delenv("KVSTORE_TOKEN")
+    monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(path))
+    code, _, err = await run("gc")
+    assert code == 1 and "lacks the scope admin" in err and "another token" in err
+    code, _, err = await run("ls", "--admin-url", f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert code == 1 and "kvstore serve" in err and "--admin-url" in err
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi")
+        await writer.drain()
+        writer.close()
+
+    other = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with other:
+        port = other.sockets[0].getsockname()[1]
+        code, _, err = await run("ls", "--admin-url", f"127.0.0.1:{port}")
+    assert code == 1 and "no administration interface of kvstore" in err
+
+
+async def test_an_interrupted_verb_cancels_its_job(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the service deletes: the job is cancelled, the status is 130, and what was hidden is served."""
+    prompt = await made.save(prompt_of("a"))
+    watched = threading.Event()
+
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    def find(board: JobBoard, id_: str, grant: Grant) -> Job:
+        watched.set()
+        return real_find(board, id_, grant)
+
+    real_find = JobBoard.find
+    monkeypatch.setattr(JobBoard, "find", find)
+    monkeypatch.setattr(made.store.operations, "delete", hang)
+    command = [sys.executable, "-m", "kvstore.cli", "rm", prompt.namespace.hex(), "--yes"]
+    verb = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=dict(os.environ))
+    assert await asyncio.to_thread(watched.wait, 60)
+    verb.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(verb.communicate(), 60)
+    assert verb.returncode == 130, err
+    assert b"cancelled, 0 boundaries were done" in err and b"Traceback" not in err
+    async with made.client("operator") as client:
+        assert [job["state"] for job in (await client.get("/v1/jobs")).json()["jobs"]] == ["cancelled"]
+    monkeypatch.undo()
+    assert (await made.store.stage(prompt.query(), deadline=soon())).resume_tokens == 336
+
+
+async def test_top_is_live_in_a_terminal(made: World) -> None:
+    """It goes on showing until Ctrl-C, which is an ordinary end."""
+    await made.save(prompt_of("a"))
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "kvstore.cli", "top", "--interval", "0.2"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
+    verb = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+
+    def read_until(text: bytes) -> bytes:
+        shown = b""
+        while text not in shown and (more := os.read(ours, 65536)):
+            shown += more
+        return shown
+
+    shown = await asyncio.wait_for(asyncio.to_thread(read_until, b"now: "), 60)
+    assert b"largest namespaces" in shown and b"filesystem" in shown
+    verb.send_signal(signal.SIGINT)
+    drained = asyncio.create_task(asyncio.to_thread(drain, ours))
+    assert await asyncio.wait_for(verb.wait(), 60) == 0
+    await drained
+    os.close(ours)
+
+
+def drain(ours: int) -> None:
+    """Read until the other side is gone: nobody may wait for room in the terminal."""
+    with suppress(OSError):
+        while os.read(ours, 65536):
+            pass
