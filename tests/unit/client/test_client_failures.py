@@ -130,7 +130,7 @@ async def test_a_killed_service_fails_calls_at_once(service: ServiceProcess, cli
     service.kill()
     await fails_within(call, 0.2)
     for later in calls(client, staged).values():
-        await fails_within(later(), 0.05)
+        await fails_within(later(), 0.5)
     service.start()
     await heals(client, 1.0)
     assert (await save_all(client)).resume_tokens == 256
