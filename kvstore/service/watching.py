@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from kvstore.errors import Closed
+from kvstore.eviction.holdings import Quota
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -15,6 +16,7 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.history import STEP_S, History, Sample
 from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.standing_orders import Retirement
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["Watcher"]
@@ -73,6 +75,7 @@ class Watcher:
         self._rules: Mapping[str, str] = {}
         self._credentials = credentials if isinstance(credentials, CredentialsFile) else None
         self._credentials_read = self._num_read()
+        self._orders = self._ordered()
 
     def start(self) -> None:
         """Look from now on, until `aclose`."""
@@ -109,6 +112,7 @@ class Watcher:
         self._tell_catalog(self._before.get("catalog_complete"), now.get("catalog_complete"))
         self._tell_rules(status)
         self._tell_credentials()
+        self._tell_orders()
         self._before = now
 
     def _tell(self, grown: Grown) -> None:
@@ -156,6 +160,32 @@ class Watcher:
         elif self._credentials_read[1] > before[1]:
             text = "the credentials file cannot be used: those before it go on to count, the log says what is wrong"
             self._events.tell(EventKind.SETTINGS, text)
+
+    def _ordered(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
+        orders = self._store.operations.orders
+        return (orders.quotas, orders.retired) if orders is not None else ({}, {})
+
+    def _tell_orders(self) -> None:
+        """Of what was ordered, here or at another service, and is followed here from now on."""
+        (quotas_before, retired_before), self._orders = self._orders, self._ordered()
+        quotas, retired = self._orders
+        for tenant in sorted(quotas_before.keys() | quotas.keys()):
+            if (quota := quotas.get(tenant)) != quotas_before.get(tenant):
+                detail: dict[str, str | int | float] = {"tenant": tenant}
+                if quota is not None:
+                    detail["guaranteed_bytes"] = quota.guaranteed_bytes
+                if quota is not None and quota.maximum_bytes is not None:
+                    detail["maximum_bytes"] = quota.maximum_bytes
+                text = f"the quota of tenant {tenant} {'holds from now on' if quota is not None else 'is withdrawn'}"
+                self._events.tell(EventKind.SETTINGS, text, tenant=tenant, detail=detail)
+        for tenant_or_all, weights_id in retired.keys() ^ retired_before.keys():
+            are = (
+                "are retired: nothing of them is served"
+                if (tenant_or_all, weights_id) in retired
+                else "are served again"
+            )
+            text = f"weights {weights_id} {are}"
+            self._events.tell(EventKind.SETTINGS, text, tenant=tenant_or_all, detail={"weights_id": weights_id})
 
     async def aclose(self) -> None:
         """Look no more. Idempotent."""

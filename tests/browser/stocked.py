@@ -47,7 +47,7 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
     async with Redis(host=redis.host, port=redis.port) as client:
         await client.flushdb()
     hot = f"redis://{redis.host}:{redis.port}"
-    async with world(folder, with_tokens=False, hot=hot) as made:
+    async with world(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
         await made.port._watcher.aclose()
         clock = HourAgo()
         watcher = Watcher(made.store, made.port._service.history, made.store.events, clock=clock)

@@ -57,6 +57,7 @@ async def test_numbers_are_the_services(made: World, visiting: Visiting) -> None
         await visit.open("tenants")
         rows = await visit.page.locator("table").first.locator("tbody tr").all_inner_texts()
         assert [row.split()[0] for row in rows] == ["blue", "red"]
+        assert "none" in rows[0] and "of 8.0 MiB, 1.0 MiB guaranteed" in rows[1]
         await visit.open("tiers")
         assert await visit.page.locator("section h2").all_inner_texts() == ["memory", "redis", "filesystem"]
 

@@ -31,6 +31,13 @@ _DONE = {
     "DELETE /v1/namespaces/": "a namespace was deleted, but for what pins protect",
     "POST /v1/pins": "a prefix was pinned",
     "DELETE /v1/pins/": "a pin was removed",
+    "POST /v1/deletions": "a deletion of many prefixes was started",
+    "POST /v1/gc": "the collection of garbage was started",
+    "PUT /v1/quotas/": "a quota was set",
+    "DELETE /v1/quotas/": "a quota was withdrawn",
+    "POST /v1/weights/retired": "weights were retired",
+    "DELETE /v1/weights/retired": "weights are served again",
+    "DELETE /v1/jobs/": "a job was cancelled",
 }
 """What a change is called among the events; others by their method and path."""
 _ASKS = ("/v1/lookup",)

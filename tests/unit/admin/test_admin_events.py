@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from kvstore.api import Outcome
+from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
-from tests.unit.admin.admin_world import World, prompt_of, world
+from tests.unit.admin.admin_world import World, prompt_of, soon, world
 
 
 @pytest.fixture
@@ -93,6 +94,25 @@ async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
         assert [one["text"] for one in await listed(client)] == ["of b", "tier s3 is off", "the service started"]
         async with following(client) as events:
             assert [(await anext(events))["text"] for _ in range(3)][-1] == "of b"
+
+
+async def test_orders_that_take_effect_are_told(made: World) -> None:
+    """A quota and retired weights, ordered at whichever service: told where they are followed, once, and withdrawn."""
+    orders = made.store.operations.orders
+    assert orders is not None
+    await orders.set_quota("red", Quota(4096, 1 << 20), deadline=soon())
+    await orders.retire(None, "w1", is_retired=True, deadline=soon())
+    await made.port._watcher.step()
+    await made.port._watcher.step()
+    await orders.set_quota("red", None, deadline=soon())
+    await made.port._watcher.step()
+    async with made.client("operator") as operator, made.client("red") as red, made.client("blue") as blue:
+        told = [one for one in await listed(operator) if one["kind"] == "settings"]
+        withdrawn, weights, held = [one["text"] for one in told]
+        assert "holds" in held and "withdrawn" in withdrawn and "w1 are retired" in weights
+        assert told[-1]["detail"] == {"tenant": "red", "guaranteed_bytes": 4096, "maximum_bytes": 1 << 20}
+        assert [one["text"] for one in await listed(red)] == [withdrawn, held, "the service started"]
+        assert [one["text"] for one in await listed(blue)] == ["the service started"]
 
 
 async def test_what_was_tried_or_refused_is_no_event(made: World) -> None:

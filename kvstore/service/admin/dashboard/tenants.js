@@ -8,18 +8,18 @@ const largest = (held) => Math.max(0, ...Object.values(held).map((one) => one.nu
 const LISTED_MAX = 1000;
 
 export async function view({ ask, signal, refresh }) {
-  const listed = await ask("/v1/namespaces", { query: { limit: LISTED_MAX } });
+  const [listed, { quotas }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX } }), ask("/v1/quotas")]);
   signal.throwIfAborted();
   const head = h("h1", {}, "Tenants and namespaces");
   if (!listed.namespaces.length) {
     return [head, h("section", { class: "card" }, placeholder("Nothing is stored yet",
       "Start an engine with the connector: it opens a namespace with its first request (docs/quick-start.md)."))];
   }
-  return [head, tenants(listed), namespaces(listed, refresh)];
+  return [head, tenants(listed, quotas), namespaces(listed, refresh)];
 }
 
-function tenants({ namespaces: all, total }) {
-  const names = [...new Set(all.map((one) => one.tenant))].sort();
+function tenants({ namespaces: all, total }, quotas) {
+  const names = [...new Set([...all, ...quotas].map((one) => one.tenant))].sort();
   const tiers = Object.keys(total);
   const rows = names.map((tenant) => {
     const own = all.filter((one) => one.tenant === tenant);
@@ -30,11 +30,19 @@ function tenants({ namespaces: all, total }) {
     ["namespaces", (row) => count(row.own.length), true],
     ["prefixes", (row) => count(sum(row.own.map((one) => one.num_boundaries))), true],
     ...tiers.map((tier) => [tier, (row) => bytes(row.held(tier)), true]),
+    ...(quotas.length ? [["quota of the cold tier", (row) => quota(quotas.find((one) => one.tenant === row.tenant))]] : []),
     ["share", (row) => {
       const [held, whole] = [sum(tiers.map(row.held)), sum(tiers.map((tier) => total[tier].num_bytes))];
       return [h("progress", { max: whole || 1, value: held, "aria-label": `share of ${row.tenant || "no tenant"}` }), h("span", { class: "small quiet" }, share(held, whole))];
     }],
   ], rows));
+}
+
+function quota(given) {
+  if (!given) return "none";
+  const { used_bytes: used, guaranteed_bytes: guaranteed, maximum_bytes: maximum } = given;
+  const bar = maximum && h("progress", { max: maximum, value: Math.min(used ?? 0, maximum), "aria-label": `quota of ${given.tenant}` });
+  return [bar, h("span", { class: "small quiet" }, `${bytes(used)}${maximum ? ` of ${bytes(maximum)}` : ""}${guaranteed ? `, ${bytes(guaranteed)} guaranteed` : ""}`)].filter(Boolean);
 }
 
 function namespaces({ namespaces: all, next_cursor: next }, refresh) {

@@ -18,6 +18,7 @@ function state({ breaker, healthy }) {
 function card(tier) {
   const { usage, own } = tier;
   const pairs = [["breaker", tier.breaker]];
+  if (tier.write_back === "paused") pairs.push(["write-back", badge("paused by an operator", "warn")]);
   if (tier.reason) pairs.push(["reason", tier.reason]);
   if (usage) {
     pairs.push(["used", usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)}` : bytes(usage.used_bytes)],
