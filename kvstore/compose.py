@@ -12,7 +12,7 @@ from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingLog
 from kvstore.compose_retention import open_orders, open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.model.keys import NamespaceId
+from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -60,6 +60,7 @@ async def open_store(
     Raises:
         InvalidRequest: The settings name something this installation cannot do; the message says what to install.
         Unavailable: The directory of the cold tier, or a file in it, cannot be used.
+        UnsupportedFormat: A newer release has migrated a tier: nothing was written to it.
     """
     meters = meters if meters is not None else Meters()
     events = events if events is not None else Events(clock)
@@ -101,8 +102,15 @@ async def open_store(
 
 
 @asynccontextmanager
-async def open_tier(location: HotLocation | ColdLocation, settings: Settings) -> AsyncIterator[Tier]:
+async def open_tier(
+    location: HotLocation | ColdLocation, settings: Settings, *, is_owner: bool = False
+) -> AsyncIterator[Tier]:
     """One slower tier alone, for an operator's walk over it; a directory is looked at beside the service that owns it.
+
+    Args:
+        location: Where it is.
+        settings: How it is used.
+        is_owner: Own the directory, which no service may do meanwhile: for whoever writes to it.
 
     Raises:
         InvalidRequest: There is none, or this installation cannot use it.
@@ -113,6 +121,8 @@ async def open_tier(location: HotLocation | ColdLocation, settings: Settings) ->
             raise InvalidRequest("there is no tier at this place", seen=str(location))
         case RedisLocation():
             tier = _redis(location, settings)
+        case FileLocation() if is_owner:
+            tier = await _filesystem(location, settings)
         case FileLocation():
             from kvstore.tiers.filesystem.tier import FilesystemTier
 
@@ -317,9 +327,13 @@ def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:
 
 
 async def _look_at(tier: Tier, setting: object, clock: Clock) -> None:
-    """Warn when the tier does not answer, and of what an operator should change about it."""
+    """Warn when the tier does not answer, and of what an operator should change about it.
+
+    Raises:
+        UnsupportedFormat: A newer release has migrated it.
+    """
     try:
-        await tier.get_manifest(NamespaceId(bytes(16)), deadline=Deadline.after(_PROBE_S, clock))
+        note = await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_PROBE_S, clock))
     except KVStoreError as error:
         _log.warning(
             "tier is not reachable, starting without it; check that %s is running and may be used from here, "
@@ -329,6 +343,7 @@ async def _look_at(tier: Tier, setting: object, clock: Clock) -> None:
             error,
         )
         return
+    check_store_version(note, tier.name)
     try:
         for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, clock)):
             _log.warning("tier %s: %s: %s", tier.name, concern.severity.value, concern)

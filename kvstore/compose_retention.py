@@ -25,7 +25,7 @@ from kvstore.store.standing_orders import StandingOrders
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
-__all__ = ["Bounds", "open_orders", "open_retention"]
+__all__ = ["Bounds", "open_orders", "open_ownership", "open_retention"]
 
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
@@ -88,7 +88,7 @@ async def open_retention(
         cold,
         Level.COLD,
         recorder.catalog,
-        await _ownership(settings, stack),
+        await open_ownership(settings, stack, lease_s=_OWNER_LEASE_S),
         rules,
         choice=choice,
         meters=meters,
@@ -168,7 +168,7 @@ def _choice(settings: Settings, admission: ColdAdmission | None) -> PolicyChoice
     return AutoChoice(candidates, admission) if len(candidates) > 1 else FixedChoice(candidates[0], admission)
 
 
-async def _ownership(settings: Settings, stack: AsyncExitStack) -> Ownership:
+async def open_ownership(settings: Settings, stack: AsyncExitStack, *, lease_s: float) -> Ownership:
     """Whoever owns a directory owns all in it; what is shared is owned by lease."""
     if not isinstance(settings.hot, RedisLocation):
         return SoleOwnership()
@@ -176,7 +176,7 @@ async def _ownership(settings: Settings, stack: AsyncExitStack) -> Ownership:
     from kvstore.tiers.redis import open_control
 
     client = await stack.enter_async_context(open_control(settings.hot))
-    return RedisOwnership(client, lease_s=_OWNER_LEASE_S)
+    return RedisOwnership(client, lease_s=lease_s)
 
 
 async def _cold_budget_bytes(settings: Settings, directory: Tier, clock: Clock) -> int | None:

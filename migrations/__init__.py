@@ -1,1 +1,1 @@
-"""Versioned changes of what is stored. What is stored today is the first version, so that there is none yet."""
+"""Versioned changes of what is stored: pure steps, and a runner that may be killed at any moment."""

@@ -13,6 +13,7 @@ from kvstore.cli.doctor import doctor
 from kvstore.cli.explain import explain
 from kvstore.cli.gc import gc
 from kvstore.cli.ls import ls
+from kvstore.cli.migrate import app as migrate
 from kvstore.cli.pin import pin, unpin
 from kvstore.cli.quota import quota
 from kvstore.cli.reindex import reindex
@@ -48,6 +49,7 @@ app.command()(status)
 app.command()(top)
 app.command()(unpin)
 app.command()(verify)
+app.add_typer(migrate, name="migrate")
 app.add_typer(weights, name="weights")
 
 

@@ -1,0 +1,263 @@
+"""`kvstore migrate`: take what is stored to the form that this release and its keys ask for, while services go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from kvstore.catalog.entry import Level
+from kvstore.compose import open_catalog, open_tier
+from kvstore.compose_retention import open_ownership
+from kvstore.errors import InvalidRequest
+from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
+from kvstore.settings import Settings, load_settings, parse_bytes
+from kvstore.store.key_ledger import KeyLedger
+from kvstore.store.key_ring import KeyRing, open_key_source
+from kvstore.store.verification import ByteRate
+from kvstore.tiers.base import Tier
+from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
+from migrations.copying import Progress
+from migrations.journal import Phase, State
+from migrations.runner import Runner
+from migrations.store import soon
+from migrations.versions.m0002_keys import KeyStep
+
+__all__ = ["app", "open_runner"]
+
+T = TypeVar("T")
+
+INCOMPLETE = 3
+_LEASE_S = 30.0
+_LEFT_ALONE = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
+"""Records that are not as they should be, and are still there under their old names."""
+
+app = typer.Typer(
+    name="migrate",
+    help="Bring stored records under the current keys: plan, run, finish. Services go on meanwhile.",
+    no_args_is_help=True,
+)
+
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")]
+Rate = Annotated[str, typer.Option(help="Bytes a second, like 100MiB; the tiers have other users.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: Settings,
+    *,
+    rate: ByteRate | None = None,
+    progress: Progress | None = None,
+    lease_s: float = _LEASE_S,
+) -> AsyncIterator[Runner]:
+    """A runner on the store of these settings.
+
+    Raises:
+        InvalidRequest: No keys, or nothing that keeps a lease and a catalog.
+        Unavailable: A tier is not there, or a service has the directory.
+        UnsupportedFormat: A newer release has migrated a tier.
+    """
+    ring = _ring(settings)
+    async with AsyncExitStack() as stack:
+        tiers = await _open_tiers(settings, stack)
+        catalog = await stack.enter_async_context(open_catalog(settings))
+        ownership = await open_ownership(settings, stack, lease_s=lease_s)
+        yield Runner(KeyStep(ring), tiers, catalog, ownership, lease_s=lease_s, rate=rate, progress=progress)
+
+
+@app.command()
+def status(config: Config = None, json_: AsJson = False) -> int:
+    """Say which migration was begun last and how far it is. Reads no record."""
+
+    async def ask(settings: Settings) -> State | None:
+        async with open_runner(settings) as runner:
+            return await runner.state()
+
+    state = asyncio.run(ask(_settings(config)))
+    if json_:
+        typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
+    elif state is None:
+        typer.echo("no migration was ever begun")
+    else:
+        _show(state)
+    return 0
+
+
+@app.command()
+def plan(config: Config = None, json_: AsJson = False) -> int:
+    """Say what a run would look at: records and bytes by tier and tenant. Changes nothing and reads no record."""
+    settings = _settings(config)
+
+    async def ask() -> list[dict[str, object]]:
+        async with open_runner(settings) as runner:
+            return [asdict(row) for row in await runner.plan()]
+
+    rows = asyncio.run(ask())
+    if json_:
+        typer.echo(json.dumps({"step": KeyStep.name, "plan": rows}))
+        return 0
+    if not rows:
+        typer.echo("nothing to do: no tenant with records has a second key (see docs/migrations.md)")
+        return 0
+    table = Table(title=KeyStep.text, title_justify="left")
+    for name in ("tier", "tenant", "namespaces", "records", "bytes", "copied already"):
+        table.add_column(name, justify="left" if name in ("tier", "tenant") else "right")
+    for row in rows:
+        numbers = (f"{row[name]:,}" for name in ("namespaces", "num_records", "num_bytes", "num_copied"))
+        table.add_row(escape(str(row["tier"])), escape(str(row["tenant"]) or "(none)"), *numbers)
+    Console().print(table)
+    typer.echo("next: kvstore migrate run")
+    return 0
+
+
+@app.command()
+def run(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
+    """Give each record that is not under the current key a new one that is, beside it, and compare the two.
+
+    Ended or killed, it goes on where it was, from any node. Exit status: 0 done, 3 some records were left as they are,
+    1 a tier failed or another run goes on, 2 a wrong call, 130 interrupted.
+    """
+    return _work(config, rate, json_, call=Runner.copy, word="copying")
+
+
+@app.command()
+def finish(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
+    """Copy what came since, then remove each old record whose new one is there. Then the old key can go.
+
+    Exit status: as of run; 3 also when some old records were not removed.
+    """
+    return _work(config, rate, json_, call=Runner.finish, word="finishing", then=_forget_keys)
+
+
+@app.command()
+def abort(config: Config = None, json_: AsJson = False) -> int:
+    """Forget the migration. New records that it made stay and are read; nothing is removed."""
+    return _work(config, "1GiB", json_, call=Runner.abort, word="aborting")
+
+
+def _work(
+    config: Path | None,
+    rate: str,
+    json_: bool,
+    *,
+    call: Callable[[Runner], Awaitable[State]],
+    word: str,
+    then: Callable[[Settings, State], Awaitable[None]] | None = None,
+) -> int:
+    settings, byte_rate = _settings(config), ByteRate(_rate(rate))
+
+    async def work() -> State:
+        with _bar(quiet=json_) as bar:
+            progress = Progress(_shower(bar, word))
+            async with open_runner(settings, rate=byte_rate, progress=progress) as runner:
+                state = await call(runner)
+        if then is not None:
+            await then(settings, state)
+        return state
+
+    state = asyncio.run(work())
+    typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
+    return INCOMPLETE if any(state.totals.get(name) for name in _LEFT_ALONE) else 0
+
+
+async def _forget_keys(settings: Settings, state: State) -> None:
+    """Nothing is under the earlier keys any more: nobody is warned that they are missing when they go."""
+    if state.phase is not Phase.DONE or any(state.totals.get(name) for name in _LEFT_ALONE):
+        return
+    ring = _ring(settings)
+    async with AsyncExitStack() as stack:
+        tiers = await _open_tiers(settings, stack)
+        ledger = KeyLedger(list(tiers.values()))
+        for tenant in state.targets:
+            earlier = [key for key in ring.generations(tenant)[1:] if key is not None]
+            await ledger.forget(tenant, earlier, deadline=soon())
+
+
+async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, Tier]:
+    if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
+        raise InvalidRequest(
+            "a migration needs a Redis as hot, which keeps its lease and the catalog, or a directory as cold",
+            hot=str(settings.hot),
+            cold=str(settings.cold),
+        )
+    tiers: dict[Level, Tier] = {}
+    for level, location in ((Level.HOT, settings.hot), (Level.COLD, settings.cold)):
+        if not isinstance(location, NoTier):
+            tier = await stack.enter_async_context(open_tier(location, settings, is_owner=True))
+            check_store_version(await tier.get_manifest(STORE_VERSION_PLACE, deadline=soon()), tier.name)
+            tiers[level] = tier
+    return tiers
+
+
+def _settings(config: Path | None) -> Settings:
+    logging.getLogger("kvstore").setLevel(logging.ERROR)
+    return load_settings({}, config=config)
+
+
+def _ring(settings: Settings) -> KeyRing:
+    if settings.encryption_keys is None:
+        raise InvalidRequest(
+            "there is nothing to migrate without keys: name the services' key file", field="encryption_keys"
+        )
+    return open_key_source(settings.encryption_keys).ring
+
+
+def _rate(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"rate: {error}", seen=repr(text)) from error
+
+
+def _bar(*, quiet: bool) -> Bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    return Bar(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+
+def _shower(bar: Bar, word: str) -> Callable[[Progress], None]:
+    task = bar.add_task(f"{word}: listing", total=None)
+
+    def show(progress: Progress) -> None:
+        counts = ", ".join(f"{number:,} {name}" for name, number in sorted(progress.totals.items()))
+        done = progress.totals.total() - progress.totals["removed"] - progress.totals["kept"]
+        bar.update(task, description=f"{word}: {counts}", total=progress.num_expected or None, completed=done)
+
+    return show
+
+
+def _as_json(state: State) -> dict[str, object]:
+    return {**asdict(state), "phase": state.phase.value, "next": _NEXT[state.phase]}
+
+
+_NEXT = {
+    Phase.COPYING: "kvstore migrate run: it goes on where it was",
+    Phase.COPIED: "kvstore migrate finish: it removes the old records",
+    Phase.REMOVING: "kvstore migrate finish: it goes on where it was",
+    Phase.DONE: "take the earlier keys out of encryption_keys",
+    Phase.ABORTED: "kvstore migrate run begins anew",
+}
+
+
+def _show(state: State) -> None:
+    table = Table(title=f"step {state.step}: {state.phase.value}", title_justify="left")
+    table.add_column("records")
+    table.add_column("how many", justify="right")
+    for name, number in sorted(state.totals.items()):
+        table.add_row(name, f"{number:,}")
+    Console().print(table)
+    for tenant, target in sorted(state.targets.items()):
+        typer.echo(f"tenant {tenant or '(none)'}: to key {target.split(':')[0]}")
+    typer.echo(f"next: {_NEXT[state.phase]}")

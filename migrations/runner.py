@@ -1,0 +1,246 @@
+"""Carries a step out: copy, verify, then remove, under a lease, at a rate, from wherever an earlier run was killed.
+
+Nothing is removed before its new record was read back and compared, and stands where the old one does. So a run may be
+killed at any moment: the next one finds every record, under its old name, its new one, or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.catalog.base import Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import Level
+from kvstore.catalog.ownership import Ownership
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import NamespaceId
+from kvstore.store.verification import ByteRate
+from kvstore.tiers.base import Tier
+from migrations.copying import Copier, Progress
+from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
+from migrations.lease import alone
+from migrations.plan import Step
+from migrations.store import Store, soon
+
+__all__ = ["Plan", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step would have to look at, nothing having been read.
+
+    Attributes:
+        tier: Name of the tier.
+        tenant: Whose records.
+        namespaces: How many.
+        num_records: Records in them; each is read, and rewritten where it is not current.
+        num_bytes: Their bytes.
+        num_copied: Of these, rewritten by a run that did not end.
+    """
+
+    tier: str
+    tenant: str
+    namespaces: int
+    num_records: int
+    num_bytes: int
+    num_copied: int
+
+
+class Runner:
+    """One step on one store.
+
+    Args:
+        step: What is done to each record.
+        tiers: The slower tiers, by level. Not guarded: a run waits for a tier that is away.
+        catalog: Told of what comes and goes.
+        ownership: Where the lease is.
+        lease_s: How long the lease lasts without a sign of life.
+        rate: How fast records are read.
+        progress: Is told.
+
+    Attributes:
+        progress: What was done so far.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        tiers: Mapping[Level, Tier],
+        catalog: Catalog,
+        ownership: Ownership,
+        *,
+        lease_s: float,
+        rate: ByteRate | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.progress = self._progress = progress or Progress()
+        self._step = step
+        self._store = Store(tiers, catalog)
+        self._ownership = ownership
+        self._lease_s = lease_s
+        self._journal = Journal(self._store.lasting)
+        self._copier = Copier(step, self._store, self._journal, self._progress, rate)
+
+    # what an operator asks for
+
+    async def state(self) -> State | None:
+        """As `Journal.state`."""
+        return await self._journal.state()
+
+    async def plan(self) -> list[Plan]:
+        """What there is to look at, by tier and tenant. Lists names, reads no record, writes nothing."""
+        plans = []
+        state = await self._journal.state()
+        for level, tier in self._store.tiers.items():
+            counts: dict[str, list[int]] = {}
+            for namespace, held in (await self._store.listed(tier)).items():
+                description = await self._store.describe(namespace)
+                if description is None or self._step.target(description.tenant) is None:
+                    continue
+                walk = await self._copier.walk(level, description, state, len(held), is_new=False)
+                row = counts.setdefault(description.tenant, [0, 0, 0, 0])
+                row[0] += 1
+                row[1] += len(held)
+                row[2] += sum(held.values())
+                row[3] += sum(old in held for sheet in walk.sheets for old in sheet)
+            plans += [Plan(tier.name, tenant, *row) for tenant, row in sorted(counts.items())]
+        return plans
+
+    async def copy(self) -> State:
+        """Give every record that is not current its new one, beside it. Resumes what an earlier run began.
+
+        Raises:
+            InvalidRequest: Another migration is under way, or nothing is to be done.
+            Unavailable: Another run holds the lease, or a tier failed several times in a row: run it again.
+
+        If cancelled or killed, the next run goes on.
+        """
+        async with alone(self._ownership, self._lease_s):
+            state = await self._begin()
+            await self._copy_all(state)
+            await self._end(state, Phase.REMOVING if state.phase is Phase.REMOVING else Phase.COPIED)
+            return state
+
+    async def finish(self) -> State:
+        """Copy what came since, then remove each old record whose new one stands where it does.
+
+        Raises:
+            InvalidRequest: Nothing was copied yet.
+            Unavailable: As for `copy`.
+
+        If cancelled or killed, calling it again goes on.
+        """
+        async with alone(self._ownership, self._lease_s):
+            state = await self._journal.state()
+            if state is None or state.phase not in (Phase.COPIED, Phase.REMOVING):
+                raise InvalidRequest("there is nothing to finish: run the migration first", field="migration")
+            self._agree(state)
+            await self._copy_all(state)
+            await self._write(state, Phase.REMOVING)
+            for level in reversed(self._store.tiers):  # the quick tier first: no copy of a removed record is left there
+                for namespace in namespaces_of(state, level):
+                    await self._remove(state, level, namespace)
+            await self._end(state, Phase.REMOVING if self._progress.totals["kept"] else Phase.DONE)
+            return state
+
+    async def abort(self) -> State:
+        """Forget the migration. New records that were made stay, and are read; nothing is removed.
+
+        Raises:
+            InvalidRequest: There is none, or old records are being removed already.
+        """
+        async with alone(self._ownership, self._lease_s):
+            state = await self._journal.state()
+            if state is None or not state.is_open:
+                raise InvalidRequest("there is no migration to abort", field="migration")
+            if state.phase is Phase.REMOVING:
+                raise InvalidRequest("old records are being removed already: finish it", field="migration")
+            for level in self._store.tiers:
+                for namespace in namespaces_of(state, level):
+                    for number in range(state.sheets[sheets_name(level, namespace)]):
+                        await self._journal.write_sheet(level, namespace, number, {})
+            await self._end(state, Phase.ABORTED)
+            return state
+
+    # the lease and the state
+
+    async def _begin(self) -> State:
+        state = await self._journal.state()
+        if state is not None and state.is_open:
+            self._agree(state)
+            return state
+        targets = {}
+        for tier in self._store.tiers.values():
+            for namespace in await self._store.listed(tier):
+                description = await self._store.describe(namespace)
+                if description is not None and (target := self._step.target(description.tenant)) is not None:
+                    targets[description.tenant] = target
+        if not targets:
+            raise InvalidRequest(
+                "nothing to migrate: no tenant with records has a second key; put the new key in front of the old one",
+                field="encryption_keys",
+            )
+        state = State(self._step.name, targets)
+        await self._write(state, Phase.COPYING)
+        return state
+
+    def _agree(self, state: State) -> None:
+        """Refuse to go on with other targets than were begun with."""
+        now = {tenant: self._step.target(tenant) for tenant in state.targets}
+        if state.step != self._step.name or now != state.targets:
+            wrong = ", ".join(tenant or "''" for tenant in now if now[tenant] != state.targets[tenant])
+            raise InvalidRequest(
+                "a migration to other keys is under way: put these keys back in front and finish it, or abort it",
+                step=state.step,
+                tenants=wrong,
+            )
+
+    async def _write(self, state: State, phase: Phase) -> None:
+        state.phase = phase
+        await self._store.retry(lambda: self._journal.write(state))
+        self._progress.on_step(f"state {phase.value}")
+
+    async def _end(self, state: State, phase: Phase) -> None:
+        state.totals = {name: number for name, number in self._progress.totals.items() if number}
+        await self._write(state, phase)
+        self._progress.tell()
+
+    # copying
+
+    async def _copy_all(self, state: State) -> None:
+        everything = {level: await self._store.listed(tier) for level, tier in self._store.tiers.items()}
+        self._progress.num_expected = sum(len(held) for listed in everything.values() for held in listed.values())
+        for level, listed in everything.items():
+            for namespace, held in sorted(listed.items()):
+                description = await self._store.describe(namespace)
+                if description is None:
+                    self._progress.totals["unknown"] += len(held)
+                elif self._step.target(description.tenant) is not None:
+                    await self._copier.copy_namespace(state, level, description, held)
+
+    # removing
+
+    async def _remove(self, state: State, level: Level, namespace: NamespaceId) -> None:
+        """Remove the old records of a namespace from a level, sheet by sheet."""
+        tier = self._store.tiers[level]
+        for number in range(state.sheets[sheets_name(level, namespace)]):
+            sheet = await self._store.retry(lambda n=number: self._journal.sheet(level, namespace, n))
+            if not sheet:
+                continue
+            there = await self._store.to_rely_on(level, list(sheet.values()))
+            gone, kept = [], {}
+            for old, new in sheet.items():
+                if new in there:
+                    gone.append(old)
+                else:
+                    kept[old] = new
+            await self._store.retry(lambda keys=gone: tier.delete_all(keys, deadline=soon()))
+            self._progress.on_step("deleted")
+            removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in gone]
+            await self._store.retry(lambda told=removals: self._store.catalog.remove(told, deadline=soon()))
+            self._progress.on_step("untold")
+            await self._store.retry(lambda n=number, s=kept: self._journal.write_sheet(level, namespace, n, s))
+            self._progress.on_step("sheet removed")
+            self._progress.totals["removed"] += len(gone)
+            self._progress.totals["kept"] += len(kept)
+            self._progress.tell()

@@ -1,0 +1,67 @@
+"""`python -m tests.migrations.killed_run`: runs of a migration of the environment's settings that kill themselves.
+
+Each line of its input, `VERB COUNT`, is one run in a process of its own, forked from this one, which has imported all.
+The run ends by SIGKILL at the COUNTth point at which it may, or not at all. A line of JSON tells how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+
+import kvstore.catalog.ownership_redis
+import kvstore.catalog.redis
+import kvstore.tiers.redis
+import kvstore.tiers.s3  # noqa: F401 - whatever a run imports late is here before it is forked
+from kvstore.cli.migrate import open_runner
+from kvstore.settings import load_settings
+from migrations.copying import Progress
+
+LEASE_S = 0.5
+
+
+async def run(verb: str, count: int) -> dict[str, object]:
+    words: list[str] = []
+
+    def on_step(word: str) -> None:
+        words.append(word)
+        if len(words) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async with open_runner(load_settings(), progress=Progress(on_step=on_step), lease_s=LEASE_S) as runner:
+        state = await (runner.copy() if verb == "copy" else runner.finish())
+    return {"words": sorted(set(words)), "steps": len(words), "totals": state.totals, "phase": state.phase.value}
+
+
+def child(verb: str, count: int, answer: int) -> int:
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: killed when its parent ends
+    try:
+        os.write(answer, json.dumps(asyncio.run(run(verb, count))).encode())
+    except Exception:  # noqa: BLE001 - a run's top: what it raised is told, not lost with the process
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    for line in sys.stdin:
+        verb, count = line.split()
+        answer, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(child(verb, int(count), writing))
+        os.close(writing)
+        with os.fdopen(answer, "rb") as reader:
+            text = reader.read()
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        print(json.dumps({"code": code, "answer": json.loads(text) if text else None}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

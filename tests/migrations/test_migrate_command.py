@@ -1,0 +1,279 @@
+"""`kvstore migrate` on a directory: what each verb says and does, statuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import Ack
+from kvstore.catalog.entry import Level
+from kvstore.cli.main import main
+from kvstore.compose import open_catalog, open_tier
+from kvstore.compose_encryption import open_served_store
+from kvstore.errors import UnsupportedFormat
+from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import Settings, load_settings
+from kvstore.store.encrypted import EncryptedStore
+from kvstore.testing.keys import tenant_key, write_keys
+from kvstore.testing.prompts import HYBRID, Prompt
+from migrations.plan import Verdict
+from migrations.versions.m0001_initial import InitialStep
+from migrations.versions.m0002_keys import KeyStep
+
+PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
+OTHER = replace(PROMPT, name="other", tenant="blue")
+NUM = len(PROMPT.records())
+
+
+def soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A key file that the environment names, beside a directory for records; plain for both tenants at first."""
+    path = write_keys(tmp_path / "keys.toml", [("red", 0, 0), ("blue", 5, 5)])
+    for name, text in {
+        "COLD": f"file://{tmp_path / 'records'}",
+        "DISK_BYTES": "1GiB",
+        "MEMORY_BYTES": "32MiB",
+        "ENCRYPTION_KEYS": str(path),
+    }.items():
+        monkeypatch.setenv(f"KVSTORE_{name}", text)
+    return path
+
+
+@asynccontextmanager
+async def service() -> AsyncIterator[EncryptedStore]:
+    async with open_served_store(load_settings()) as store:
+        assert isinstance(store, EncryptedStore)
+        yield store
+
+
+async def save(*prompts: Prompt) -> None:
+    async with service() as store:
+        for prompt in prompts:
+            await store.open_namespace(prompt.description, deadline=soon())
+            await store.lookup(prompt.query(), deadline=soon())
+            for record in prompt.records():
+                await store.save(record, ack=Ack.COLD, deadline=soon())
+            await store.check_keys(prompt.tenant)
+        assert await store.drain(soon()) == 0
+
+
+async def resumes(prompt: Prompt) -> int:
+    """How far the prompt is resumed, all of it exact."""
+    async with service() as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        await store.check_keys(prompt.tenant)
+        await store.lookup(prompt.query(), deadline=soon())
+        staged = await store.stage(prompt.query(), deadline=soon())
+        saved = {record.key: bytes(record.data) for record in prompt.records()}
+        for key in staged.keys:
+            assert staged.lease is not None
+            assert bytes((await store.load(staged.lease, key, deadline=soon())).data) == saved[key]
+        if staged.resume_tokens < prompt.num_tokens:
+            assert store.meters.get("encryption_misses", reason="missing_key") >= 0
+        return staged.resume_tokens
+
+
+async def names(settings: Settings) -> set[RecordKey]:
+    async with open_tier(settings.cold, settings) as tier:
+        return {entry.key async for entry in tier.scan()}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object], str]:
+    """A verb with `--json`: status, what it printed, and its complaint."""
+    status = main(["migrate", *arguments, "--json"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else {}, err
+
+
+def in_loop(call: object) -> object:
+    import asyncio
+
+    return asyncio.run(call)  # type: ignore[arg-type]
+
+
+def test_encryption_is_turned_on_over_plain_records_and_the_key_is_changed_then(
+    keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain records come under a first key and then under a second one; the other tenant's stay; plans count
+    and change nothing; pins and the catalog follow; what an earlier key left is not missed.
+    """
+    in_loop(save(PROMPT, OTHER))
+    settings = load_settings()
+    before = in_loop(names(settings))
+    assert run(capsys, "status") == (0, {"migration": None}, "")
+    assert run(capsys, "plan") == (0, {"step": "keys", "plan": []}, "")
+    status, _, complaint = run(capsys, "run")
+    assert status == 2 and "put the new key in front of the old one" in complaint
+    status, _, complaint = run(capsys, "finish")
+    assert status == 2 and "run the migration first" in complaint
+
+    generations = [("red", 0, 0)]
+    for number in (1, 2):
+        generations = [("red", number, number), generations[0]]
+        write_keys(keys, [*generations, ("blue", 5, 5)])
+        _, planned, _ = run(capsys, "plan")
+        (row,) = planned["plan"]  # type: ignore[misc]
+        assert (row["tier"], row["tenant"], row["num_records"], row["num_copied"]) == ("filesystem", "red", NUM, 0)
+        assert in_loop(names(settings)) == before
+        status, ran, _ = run(capsys, "run", "--rate", "1GiB")
+        assert status == 0
+        assert ran["migration"]["totals"] == {"rewritten": NUM}  # type: ignore[index]
+        assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+        _, told, _ = run(capsys, "status")
+        assert told["migration"]["phase"] == "copied"  # type: ignore[index]
+        status, finished, _ = run(capsys, "finish")
+        assert status == 0
+        assert finished["migration"]["totals"]["removed"] == NUM  # type: ignore[index]
+        assert finished["migration"]["phase"] == "done"  # type: ignore[index]
+        new = {tenant_key(number, "red").named(record.key) for record in PROMPT.records()}
+        before = {key for key in before if key.namespace == OTHER.namespace} | new  # type: ignore[union-attr]
+        assert in_loop(names(settings)) == before
+        write_keys(keys, [generations[0], ("blue", 5, 5)])
+        assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+        assert in_loop(resumes(OTHER)) == OTHER.num_tokens
+
+    async def told_by_catalog() -> set[RecordKey]:
+        async with open_catalog(settings) as catalog:
+            layout = PROMPT.description.layout()
+            await catalog.register(PROMPT.namespace, layout, "red", deadline=soon())
+            return {key async for entry in catalog.iterate(PROMPT.namespace) for key in entry.keys(Level.COLD)}
+
+    assert in_loop(told_by_catalog()) == new
+
+
+def test_a_migration_is_aborted_and_goes_back(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a run the operator puts the old key in front again: going on is refused, aborting is not, and a migration
+    back removes what the first one made.
+    """
+    write_keys(keys, [("red", 1, 1)])
+    in_loop(save(PROMPT))
+    before = in_loop(names(load_settings()))
+    write_keys(keys, [("red", 2, 2), ("red", 1, 1)])
+    assert run(capsys, "run")[0] == 0
+    write_keys(keys, [("red", 1, 1), ("red", 2, 2)])
+    status, _, complaint = run(capsys, "finish")
+    assert status == 2 and "a migration to other keys is under way" in complaint and "abort it" in complaint
+    assert run(capsys, "abort")[1]["migration"]["phase"] == "aborted"  # type: ignore[index]
+    assert run(capsys, "abort")[0] == 2
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+    assert run(capsys, "run")[0] == 0
+    assert run(capsys, "finish")[0] == 0
+    assert in_loop(names(load_settings())) == before
+
+
+def test_records_of_keys_that_are_not_here_are_left_alone(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 3, and their number; with the key back, the next run takes them along."""
+    write_keys(keys, [("red", 1, 1)])
+    in_loop(save(PROMPT))
+    write_keys(keys, [("red", 3, 3), ("red", 2, 2)])
+    status, ran, _ = run(capsys, "run")
+    assert (status, ran["migration"]["totals"]) == (3, {"foreign": NUM})  # type: ignore[index]
+    write_keys(keys, [("red", 3, 3), ("red", 2, 2), ("red", 1, 1)])
+    status, ran, _ = run(capsys, "run")
+    assert (status, ran["migration"]["totals"]) == (0, {"rewritten": NUM})  # type: ignore[index]
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+
+
+def test_people_get_tables_and_the_next_step(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without `--json`."""
+    in_loop(save(PROMPT))
+    write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
+    said = {}
+    for verb in ("status", "plan", "run", "finish", "status"):
+        assert main(["migrate", verb]) == 0
+        said[verb] = capsys.readouterr().out
+    assert f"{NUM}" in said["plan"] and "next: kvstore migrate run" in said["plan"]
+    assert "rewritten" in said["run"] and "next: kvstore migrate finish" in said["run"]
+    assert "removed" in said["finish"] and "take the earlier keys out of encryption_keys" in said["finish"]
+    assert "done" in said["status"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        ({"KVSTORE_ENCRYPTION_KEYS": None}, 2, "name the services' key file field=encryption_keys"),
+        ({"KVSTORE_COLD": "s3://bucket/prefix"}, 2, "a migration needs a Redis as hot"),
+        ({"KVSTORE_COLD": "memory:"}, 2, "a migration needs a Redis as hot"),
+        ({"KVSTORE_ENCRYPTION_KEYS": "/nowhere"}, 2, "cannot read the keys"),
+    ],
+)
+def test_what_it_cannot_work_on_is_said(
+    keys: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: dict[str, str | None],
+    status: int,
+    words: str,
+) -> None:
+    """One line that names what to change."""
+    for name, text in flags.items():
+        monkeypatch.delenv(name) if text is None else monkeypatch.setenv(name, text)
+    seen, _, complaint = run(capsys, "plan")
+    assert (seen, words in complaint) == (status, True)
+
+
+@pytest.mark.parametrize(
+    "note", [pack_store_version(STORE_VERSION + 1), b"?", b"{}", b'{"kvstore_store_version": "x"}']
+)
+def test_nothing_is_written_to_what_a_newer_release_has_migrated(
+    keys: Path, capsys: pytest.CaptureFixture[str], note: bytes
+) -> None:
+    """Neither the service nor the command starts, and both name the command that tells more."""
+    in_loop(save(PROMPT))
+
+    async def mark(data: bytes) -> None:
+        async with open_tier(load_settings().cold, load_settings(), is_owner=True) as tier:
+            await tier.put_manifest(STORE_VERSION_PLACE, data, deadline=soon())
+
+    in_loop(mark(note))
+    before = in_loop(names(load_settings()))
+    with pytest.raises(UnsupportedFormat, match=r"upgrade this one.*kvstore migrate status.*tier=filesystem"):
+        in_loop(save(OTHER))
+    status, _, complaint = run(capsys, "status")
+    assert (status, "migrated by a newer release" in complaint) == (1, True)
+    assert in_loop(names(load_settings())) == before
+    in_loop(mark(pack_store_version(STORE_VERSION)))
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+    in_loop(save(OTHER))
+
+
+async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two owners of one directory would lose records: the command says who has it."""
+    import asyncio
+
+    async with service():
+        assert await asyncio.to_thread(main, ["migrate", "plan"]) == 1
+    assert "another" in capsys.readouterr().err
+
+
+def test_steps_are_pure_and_in_order(keys: Path) -> None:
+    """The first step changes nothing; the second knows what is current, foreign, forged, and what is the same."""
+    from kvstore.store.key_ring import open_key_source
+
+    record = PROMPT.records()[0]
+    assert [InitialStep.number, KeyStep.number] == [1, 2]
+    assert InitialStep().rewrite(record, "red").verdict is Verdict.CURRENT
+    assert InitialStep().target("red") is None and InitialStep().is_same(record, record, "red")
+    write_keys(keys, [("red", 2, 2), ("red", 0, 0)])
+    step = KeyStep(open_key_source(str(keys)).ring)
+    made = step.rewrite(record, "red")
+    assert made.verdict is Verdict.REWRITTEN and made.record is not None
+    assert step.rewrite(made.record, "red").verdict is Verdict.CURRENT
+    assert step.is_same(record, made.record, "red")
+    assert not step.is_same(PROMPT.records()[1], made.record, "red")
+    assert step.target("nobody") is None
+    write_keys(keys, [("red", 3, 3), ("red", 2, 9)])
+    wrong = KeyStep(open_key_source(str(keys)).ring)
+    assert wrong.rewrite(made.record, "red").verdict is Verdict.REFUSED
+    assert wrong.rewrite(record, "red").verdict is Verdict.FOREIGN
