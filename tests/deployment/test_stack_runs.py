@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,7 @@ from kvstore.testing.servers.ports import free_ports
 from tests.deployment.containers import Container
 from tests.deployment.files import (
     DEPLOY,
+    ROOT,
     compose,
     compose_service,
     image_environment,
@@ -230,6 +234,35 @@ async def test_what_one_service_saved_the_other_one_serves(services: dict[str, C
         assert await tiers_of_hit(second) == {"redis": 8}
     for container in services.values():
         assert "maxmemory" not in container.process.log.read_text()  # its warnings about a server's settings name it
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_the_demo_saves_through_one_service_and_resumes_through_the_other(
+    services: dict[str, Container], tmp_path: Path
+) -> None:
+    """`docker compose run demo`, its own command with a shorter prompt: a fresh engine resumes from service B what an
+    engine saved through service A, with equal output."""
+    runs = {f"/run/{name}": str(Path(services[name].url.removeprefix("unix:")).parent) for name in SERVICES}
+    places = {**runs, "/var/lib/kvstore": str(tmp_path)}
+    command = [
+        re.sub("|".join(places), lambda match: places[match[0]], part) for part in compose_service("demo")["command"]
+    ]
+    entry = json_list(stage_named("demo").last("ENTRYPOINT"))
+    assert entry[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *entry[1:], *command, "--prompt-tokens=1024"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout.splitlines()[-1].partition(" ")[2])["rows"]
+    assert row["external_tokens"] == 896 and row["outputs_equal"] and list(row["tiers"]) == ["redis"]
 
 
 async def test_the_daemon_set_serves_it_too_from_s3(stack: Stack, services: dict[str, Container]) -> None:
