@@ -29,6 +29,7 @@ from kvstore.store import key_ledger
 from kvstore.store.key_ledger import KeyLedger, KeyState
 from kvstore.store.key_ring import Generation, KeySource
 from kvstore.store.operations import StoreOperations
+from kvstore.store.reasons import REASONS
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.verify import open_off_loop
 
@@ -236,7 +237,15 @@ class EncryptedStore(PageStore):
         self.inner.tell(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
-        return await self.inner.explain(request, deadline=deadline, tenant=tenant)
+        """As `PageStore.explain`; what was never stored as far as is known may be stored under another key."""
+        told = await self.inner.explain(request, deadline=deadline, tenant=tenant)
+        if told.get("reason") not in ("never_stored", "nothing_stored"):
+            return told
+        whose = str(told.get("tenant", ""))
+        reason = self._key_reason(whose, self.generations(whose))
+        if not reason:
+            return told
+        return {**told, "reason": reason, "why": REASONS[reason].why, "advice": REASONS[reason].advice}
 
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
         return {**await self.inner.status(deadline=deadline), "encryption": {"keys": len(self._keys.ring)}}
@@ -269,16 +278,19 @@ class EncryptedStore(PageStore):
             self._warn(text)
         return state
 
-    def _missed(self, tenant: str, generations: Sequence[Generation]) -> None:
-        """A lookup found less than it asked for: count it where a key may be why."""
+    def _key_reason(self, tenant: str, generations: Sequence[Generation]) -> str:
+        """The word for why a tenant's keys may cost hits; empty: they do not."""
         state = self._states.get(tenant, _NO_STATE)
         if not generations:
-            self.meters.add("encryption_misses", reason="no_key")
+            return "no_key"
+        return "wrong_key" if state.wrong else "missing_key" if state.missing else ""
+
+    def _missed(self, tenant: str, generations: Sequence[Generation]) -> None:
+        """A lookup found less than it asked for: count it where a key may be why."""
+        if reason := self._key_reason(tenant, generations):
+            self.meters.add("encryption_misses", reason=reason)
+        if reason == "no_key":
             self._warn(f"a tenant has no key, nothing of it is stored: add one to encryption_keys tenant={tenant!r}")
-        elif state.wrong:
-            self.meters.add("encryption_misses", reason="wrong_key")
-        elif state.missing:
-            self.meters.add("encryption_misses", reason="missing_key")
 
     def _refused(self, tenant: str, reason: str) -> SaveOutcome:
         self.meters.add("encryption_refused_saves", reason=reason)

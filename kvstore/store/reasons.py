@@ -89,6 +89,17 @@ REASONS = {
         "make the engines equal in the fields named; docs/vllm.md tells what goes into a namespace",
     ),
     "never_stored": Reason("it has not been stored, as far as is known"),
+    "no_key": Reason(
+        "the tenant has no encryption key, so nothing of it is stored", "add one to encryption_keys: docs/encryption.md"
+    ),
+    "wrong_key": Reason(
+        "records were written with another secret than the key of that id has now, and cannot be found",
+        "give the id its old secret back: docs/encryption.md",
+    ),
+    "missing_key": Reason(
+        "records were written with a key that is not among encryption_keys any more, perhaps this one",
+        "put the key back behind the current one: docs/encryption.md",
+    ),
     "nothing_stored": Reason("nothing usable was found; whether it was stored before is not known here"),
     "catalog_incomplete": Reason(
         "the catalog does not know of everything that is stored", "`kvstore reindex` makes it anew from the records"

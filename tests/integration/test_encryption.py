@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,19 +17,24 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from kvstore.api import Ack, SaveOutcome, Staged
+from kvstore.api import Ack, Outcome, SaveOutcome, Staged
+from kvstore.client import connect
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
 from kvstore.format.record import HEADER_BYTES, seal
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.credentials import Credentials
+from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.keys import write_keys
+from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.tiers.base import PutOutcome
+from kvstore.wire.address import parse_address
 
 RED = Prompt(HYBRID, "red's prompt", 64 * 4 + 16, tenant="red", payload_bytes=3000)
 BLUE = Prompt(ATTENTION, "blue's prompt", 64 * 3, tenant="blue", payload_bytes=3000)
@@ -229,6 +236,11 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
             assert (await stage(store, RED)).lease is None
             assert store.meters.get("encryption_misses", reason=reason) == 1
             assert words in caplog.text
+            stop = RED.boundary(64)
+            outcome = Outcome("request", RED.namespace, 272, 272, 0, 0, "nothing_stored", stop=stop, tenant="red")
+            store.tell(outcome)
+            told = await store.explain("request", deadline=soon(), tenant="red")
+            assert (told["reason"], bool(told["advice"])) == (reason, True)
             if reason != "missing_key":  # a new current key is a right one
                 assert await store.save(RED.records()[0], deadline=soon()) is SaveOutcome.FULL
                 assert store.meters.get("encryption_refused_saves", reason=reason) == 1
@@ -304,6 +316,43 @@ async def test_keys_change_while_it_runs_and_both_generations_are_read(tmp_path:
         assert (await stage(store, prompt)).resume_tokens == 256
 
 
+async def test_clients_and_their_tenants_know_nothing_of_it(tmp_path: Path) -> None:
+    """Over a Unix socket and TCP: engines of two tenants, and one without credential, save and load plain records, bit
+    for bit; none finds what another saved; a record that a client encrypted itself is refused.
+    """
+    credentials = Credentials({hashlib.sha256(f"{name} token".encode()).hexdigest(): name for name in ("red", "blue")})
+    place = directory_place(tmp_path / "store")
+    keys = write_keys(tmp_path / "keys.toml", [("red", 1, 1), ("*", 1, 2)])
+    async with opened(place, keys) as store, AsyncExitStack() as stack:
+        server = Server(store, token="shared token", credentials=credentials)
+        stack.push_async_callback(server.aclose)
+        await server.listen([parse_address(f"unix:{tmp_path / 's'}"), parse_address("tcp://127.0.0.1:0")])
+        shared = replace(RED, tenant="", payload_bytes=100_000)
+        clients = []
+        for address in server.addresses:
+            for name in ("red", "blue", "shared"):
+                client = connect(str(address), token=f"{name} token")
+                stack.push_async_callback(client.aclose)
+                prompt = replace(shared, tenant="" if name == "shared" else name)
+                assert await client.open_namespace(shared.description, deadline=soon()) == prompt.namespace
+                found = await client.stage(prompt.query(), deadline=soon())
+                assert found.resume_tokens == (prompt.num_tokens if address == server.addresses[1] else 0)
+                for record in prompt.records():
+                    await client.save(record, deadline=soon())
+                clients.append((client, prompt))
+        for client, prompt in clients:
+            staged = await client.stage(prompt.query(), deadline=soon())
+            saved = {record.key: bytes(record.data) for record in prompt.records()}
+            assert staged.lease is not None and len(staged.keys) > 4
+            for key in staged.keys:
+                assert bytes((await client.load(staged.lease, key, deadline=soon())).data) == saved[key]
+        client, prompt = clients[0]
+        record = prompt.records()[0]
+        forged = encrypt_record(record, tenant_key(1, "red"), bytearray(record.num_bytes + ENCRYPTION_BYTES))
+        with pytest.raises(InvalidRequest, match="the service encrypts them"):
+            await client.save(forged, deadline=soon())
+
+
 def test_what_is_wrong_with_keys_is_told_before_anything_opens(tmp_path: Path) -> None:
     """A key file that others may read, or a wrong entry, opens no store and makes no folder."""
     folder = tmp_path / "store"
@@ -314,8 +363,6 @@ def test_what_is_wrong_with_keys_is_told_before_anything_opens(tmp_path: Path) -
     async def start() -> None:
         async with open_served_store(load_settings(flags)):
             pass
-
-    import asyncio
 
     with pytest.raises(InvalidRequest, match="others may read the keys"):
         asyncio.run(start())
