@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvstore.catalog.base import Addition
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import PINNED_AT, Level
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 _IN_FLIGHT = 16
 _OFF_LOOP_BYTES = 256 << 10
-_TOLD_EVERY = 64
+_COPIED_TOGETHER = 128
+"""Records that are told of and noted in one go: as much work is lost at most when a run is killed."""
 
 
 @dataclass
@@ -104,15 +105,26 @@ class Copier:
                     walk.made.discard(new)
             todo = [key for key in keys if key not in sheet and key not in walk.made]
             self._progress.totals["copied_before"] += sum(key in sheet for key in keys)
-            await self._copy_share(walk, sheet, todo, held)
-            if sheet != before:
-                await self._store.retry(lambda n=number, s=sheet: self._journal.write_sheet(level, namespace, n, s))
-                self._progress.on_step("sheet")
+            for start in range(0, len(todo), _COPIED_TOGETHER):
+                copies = await self._copy_some(walk, todo[start : start + _COPIED_TOGETHER], held)
+                for old, new in await self._tell_catalog(walk.level, copies):
+                    sheet[old] = new
+                    walk.made.add(new)
+                await self._write_sheet(walk, number)
+            if not todo and sheet != before:
+                await self._write_sheet(walk, number)
 
-    async def _copy_share(
-        self, walk: Walk, sheet: Sheet, todo: Sequence[RecordKey], held: Mapping[RecordKey, int]
-    ) -> None:
-        waiting = iter(todo)
+    async def _write_sheet(self, walk: Walk, number: int) -> None:
+        sheet = walk.sheets[number]
+        await self._store.retry(lambda: self._journal.write_sheet(walk.level, walk.description.id, number, sheet))
+        self._progress.on_step("sheet")
+
+    async def _copy_some(
+        self, walk: Walk, keys: Sequence[RecordKey], held: Mapping[RecordKey, int]
+    ) -> list[tuple[RecordKey, Record]]:
+        """Copy records, several at a time; returns those that were, with their new ones."""
+        copies: list[tuple[RecordKey, Record]] = []
+        waiting = iter(keys)
 
         async def work() -> None:
             for key in waiting:
@@ -120,21 +132,20 @@ class Copier:
                     await self._rate.take(held[key])
                 new = await self._copy_one(walk, key)
                 if new is not None:
-                    sheet[key] = new
-                    walk.made.add(new)
+                    copies.append((key, new))
                 self._progress.num_bytes += held[key]
-                if self._progress.totals.total() % _TOLD_EVERY == 0:
-                    self._progress.tell()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(_IN_FLIGHT, len(todo))):
+                for _ in range(min(_IN_FLIGHT, len(keys))):
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        self._progress.tell()
+        return copies
 
-    async def _copy_one(self, walk: Walk, key: RecordKey) -> RecordKey | None:
-        """Copy one record and read the copy back; returns its name, or nothing where there is no copy to rely on."""
+    async def _copy_one(self, walk: Walk, key: RecordKey) -> Record | None:
+        """Copy one record and read the copy back; returns it, or nothing where there is no copy to rely on."""
         tier, tenant = self._store.tiers[walk.level], walk.description.tenant
         old = await self._store.retry(lambda: tier.get(key, deadline=soon()))
         self._progress.on_step("read")
@@ -159,12 +170,7 @@ class Copier:
             self._progress.totals["failed"] += 1
             return None
         self._progress.on_step("verified")
-        if not await self._tell_catalog(walk.level, key, back):
-            self._progress.totals["busy"] += 1
-            return None
-        self._progress.on_step("told")
-        self._progress.totals[Verdict.REWRITTEN.value] += 1
-        return new.key
+        return back
 
     async def _put(self, level: Level, record: Record) -> bool:
         """A copy in the quick tier may go when room is needed: whoever was promised the record has the old one."""
@@ -172,16 +178,29 @@ class Copier:
         put = tier.put_evictable if level is Level.HOT and Level.COLD in self._store.tiers else tier.put
         return await self._store.retry(lambda: put(record, deadline=soon())) is not PutOutcome.FULL
 
-    async def _tell_catalog(self, level: Level, old: RecordKey, new: Record) -> bool:
-        """The parent stays unknown until the record is read: it may not be renamed yet."""
-        addition = Addition(new.key, level, new.num_bytes, new.header.span.stop)
-        taken = await self._store.retry(lambda: self._store.catalog.add([addition], deadline=soon()))
-        entry = await self._store.retry(lambda: self._store.catalog.get(old.namespace, old.prefix, deadline=soon()))
-        if entry is not None and entry.pinned_until_s:
-            await self._store.retry(
-                lambda: self._store.catalog.pin(old.namespace, [new.key.prefix], entry.pinned_until_s, deadline=soon())
-            )
-        return taken[0]
+    async def _tell_catalog(
+        self, level: Level, copies: Sequence[tuple[RecordKey, Record]]
+    ) -> list[tuple[RecordKey, RecordKey]]:
+        """Tell of new records; returns those that the catalog took, beside their old ones. Parents stay unknown until
+        the records are read: they may not be renamed yet. Pins are handed on.
+        """
+        if not copies:
+            return []
+        catalog, namespace = self._store.catalog, copies[0][0].namespace
+        additions = [Addition(new.key, level, new.num_bytes, new.header.span.stop) for _, new in copies]
+        taken = await self._store.retry(lambda: catalog.add(additions, deadline=soon()))
+        self._progress.on_step("told")
+        olds = [old.prefix for old, _ in copies]
+        table = await self._store.retry(lambda: catalog.lookup(namespace, olds, deadline=soon()))
+        pinned_until_s = table.numbers(PINNED_AT).tolist()
+        for (_, new), until_s in zip(copies, pinned_until_s, strict=True):
+            if until_s:
+                await self._store.retry(
+                    lambda name=new.key.prefix, end=until_s: catalog.pin(namespace, [name], end, deadline=soon())
+                )
+        self._progress.totals[Verdict.REWRITTEN.value] += taken.count(True)
+        self._progress.totals["busy"] += taken.count(False)
+        return [(old, new.key) for (old, new), is_taken in zip(copies, taken, strict=True) if is_taken]
 
     async def walk(
         self, level: Level, description: NamespaceDescription, state: State | None, num_records: int, *, is_new: bool

@@ -111,6 +111,14 @@ def test_encryption_is_turned_on_over_plain_records_and_the_key_is_changed_then(
     in_loop(save(PROMPT, OTHER))
     settings = load_settings()
     before = in_loop(names(settings))
+
+    async def pin() -> None:
+        async with open_catalog(settings) as catalog:
+            layout, until_s = PROMPT.description.layout(), 4_000_000_000
+            await catalog.register(PROMPT.namespace, layout, "red", deadline=soon())
+            assert await catalog.pin(PROMPT.namespace, [PROMPT.boundary(128).prefix], until_s, deadline=soon()) == 1
+
+    in_loop(pin())
     assert run(capsys, "status") == (0, {"migration": None}, "")
     assert run(capsys, "plan") == (0, {"step": "keys", "plan": []}, "")
     status, _, complaint = run(capsys, "run")
@@ -147,7 +155,10 @@ def test_encryption_is_turned_on_over_plain_records_and_the_key_is_changed_then(
         async with open_catalog(settings) as catalog:
             layout = PROMPT.description.layout()
             await catalog.register(PROMPT.namespace, layout, "red", deadline=soon())
-            return {key async for entry in catalog.iterate(PROMPT.namespace) for key in entry.keys(Level.COLD)}
+            entries = [entry async for entry in catalog.iterate(PROMPT.namespace)]
+            pinned = {entry.prefix: entry.pinned_until_s for entry in entries if entry.pinned_until_s}
+            assert pinned == {tenant_key(2, "red").name_of(PROMPT.boundary(128).prefix): 4_000_000_000}
+            return {key for entry in entries for key in entry.keys(Level.COLD)}
 
     assert in_loop(told_by_catalog()) == new
 
