@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import logging
 import secrets
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.api import Ack, Outcome, SaveOutcome
-from kvstore.client import connect
+from kvstore.client import EmbeddedOptions, connect
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
@@ -224,6 +225,35 @@ async def test_clients_and_their_tenants_know_nothing_of_it(tmp_path: Path) -> N
         forged = encrypt_record(record, tenant_key(1, "red"), bytearray(record.num_bytes + ENCRYPTION_BYTES))
         with pytest.raises(InvalidRequest, match="the service encrypts them"):
             await client.save(forged, deadline=soon())
+
+
+async def test_an_embedded_store_takes_its_keys_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's environment names the key file: its private service keeps nothing readable, and another one that is
+    started later reads all of it.
+    """
+    keys = write_keys(tmp_path / "keys.toml", [("", 1, 1)])
+    monkeypatch.setenv("KVSTORE_ENCRYPTION_KEYS", str(keys))
+    prompt = replace(RED, tenant="")
+    options = EmbeddedOptions(tmp_path / "e", memory_bytes=32 << 20, disk_bytes=64 << 20, idle_exit_s=0.2)
+    for is_first in (True, False):
+        client = connect("embedded:", embedded=options)
+        await client.wait_ready(deadline=soon())
+        await client.open_namespace(prompt.description, deadline=soon())
+        if is_first:
+            for record in prompt.records():
+                assert await client.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+        staged = await client.stage(prompt.query(), deadline=soon())
+        assert staged.resume_tokens == prompt.num_tokens and staged.lease is not None
+        saved = {record.key: bytes(record.data) for record in prompt.records()}
+        for key in staged.keys:
+            assert bytes((await client.load(staged.lease, key, deadline=soon())).data) == saved[key]
+        await client.aclose()
+        with (tmp_path / "e" / "run" / "service.lock").open() as lock:  # free when its service has ended
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+    _, found = find_readable(directory_place(tmp_path / "e"), [prompt])
+    assert found == []
 
 
 def test_what_is_wrong_with_keys_is_told_before_anything_opens(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ async def fleet(
     keys = write_keys(tmp_path / "keys.toml", BEFORE + BLUE)
     cold = f"s3://{bucket}/records?endpoint_url={shared_rgw.endpoint_url}&region={shared_rgw.region}"
     own = {"HOT": shared_redis.url, "COLD": cold, "MEMORY_BYTES": "256MiB", "ENCRYPTION_KEYS": str(keys)}
+    own |= {"STALL_TIMEOUT_MS": "20000", "FETCH_TIMEOUT_MS": "20000"}
     fleet = Fleet({f"KVSTORE_{name}": text for name, text in own.items()}, keys)
     yield fleet
     if fleet.runs is not None:
@@ -127,8 +128,11 @@ async def check_exact(store: EncryptedStore, prompt: Prompt) -> None:
     for key in store.generations(prompt.tenant):
         assert key is not None
         await store.operations.forget([key.named(record.key) for record in prompt.records()])
-    staged = await store.stage(prompt.query(), deadline=soon())
-    assert staged.resume_tokens == prompt.num_tokens
+    async with asyncio.timeout(60):
+        while (staged := await store.stage(prompt.query(), deadline=soon())).resume_tokens < prompt.num_tokens:
+            # a machine that is busy with runs makes tiers slow, which cuts a hit short; nothing else may
+            assert staged.cut.startswith(("stall", "deadline", "tier_failed")), staged
+            await asyncio.sleep(0.2)
     assert staged.lease is not None
     saved = {record.key: bytes(record.data) for record in prompt.records()}
     for key in staged.keys:
