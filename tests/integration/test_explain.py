@@ -66,11 +66,11 @@ class StoreBridge(LoopBridge):
 class Engine:
     """A scheduler side on a store of its own."""
 
-    def __init__(self, settings: Settings, folder: Path, **facts: Any) -> None:
+    def __init__(self, settings: Settings, folder: Path, *, max_wait_ms: int = 3000, **facts: Any) -> None:
         self.bridge = StoreBridge(settings)
         self.facts = make_facts(**facts)
         self.shape = make_shape(self.facts)
-        chosen = ConnectorSettings(weights_id=WEIGHTS, lookup_timeout_ms=3000, max_wait_ms=3000)
+        chosen = ConnectorSettings(weights_id=WEIGHTS, lookup_timeout_ms=3000, max_wait_ms=max_wait_ms)
         self.side = SchedulerSide(chosen, self.facts, self.shape, self.bridge, cache_folder=folder, rank_refusals={})
         eventually(lambda: self.side.is_ready)
 
