@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import subprocess
@@ -29,8 +30,9 @@ SECRETS = {
     "token_file": "t0ken of the data port",
     "guessed": "gu3ssed token",
     "credentials_file": "operator token",
+    "encryption_keys": base64.b64encode(b"a key of thirty-two bytes, no more"[:32]).decode(),
 }
-HOLD_SECRETS = {"hot", "cold", "token_file", "credentials_file"}
+HOLD_SECRETS = {"hot", "cold", "token_file", "credentials_file", "encryption_keys"}
 """Settings that are, or name a file of, something that nobody else may know."""
 HARMLESS_FILES = {"tls_certificate_file", "tls_key_file", "tls_client_ca_file", "tls_ca_file"}
 """Read by the TLS library alone; messages hold their paths."""
@@ -42,7 +44,7 @@ def spellings(secret: str) -> set[str]:
 
 def test_every_setting_that_holds_a_secret_is_planted() -> None:
     """A new setting that names a file or a place is looked at here: it either holds a secret, or is known not to."""
-    named = {name for name in Settings.model_fields if name.endswith("_file") or name in ("hot", "cold")}
+    named = {name for name in Settings.model_fields if name.endswith(("_file", "_keys")) or name in ("hot", "cold")}
     assert named - HARMLESS_FILES == HOLD_SECRETS
 
 
@@ -53,6 +55,9 @@ def test_nothing_that_is_said_shows_a_secret(
     token = tmp_path / "token"
     token.write_text(SECRETS["token_file"])
     token.chmod(0o600)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[key]]\ntenant = "*"\nid = 1\nsecret = "{SECRETS["encryption_keys"]}"\n')
+    keys.chmod(0o600)
     (admin, s3) = free_ports(2)
     said: list[str] = []
     with redis_server(password="another one") as redis:
@@ -61,6 +66,7 @@ def test_nothing_that_is_said_shows_a_secret(
             "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{admin}",
             "KVSTORE_TOKEN_FILE": str(token),
             "KVSTORE_CREDENTIALS_FILE": str(write_credentials(tmp_path / "credentials.toml")),
+            "KVSTORE_ENCRYPTION_KEYS": str(keys),
             "KVSTORE_MEMORY_BYTES": "8MiB",
             "KVSTORE_LOG_FORMAT": "json",
             "KVSTORE_HOT": f"redis://:{quote(SECRETS['hot'], safe='')}@{redis.host}:{redis.port}/0",
@@ -105,6 +111,8 @@ def test_nothing_that_is_said_shows_a_secret(
             # what is wrong about a setting is shown without what is secret about it
             assert verb("serve", KVSTORE_HOT=environment["KVSTORE_HOT"] + "/x/y?z=1") == 2
             assert verb("serve", KVSTORE_COLD=environment["KVSTORE_COLD"] + "&z=1") == 2
+            keys.write_text(keys.read_text() + "[[key]]\n")
+            assert verb("serve") == 2
             token.chmod(0o644)
             assert verb("status") == 2
         finally:
