@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable
 from urllib.parse import quote, urlsplit
 
-from kvstore.settings import Settings
+from kvstore.settings import TOKEN_VARIABLE, Settings
 from kvstore.tiers.locations import RedisLocation, S3Location
 
 __all__ = ["secrets_of", "without_secrets"]
 
-_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", TOKEN_VARIABLE)
 _TOKEN_BYTES_MAX = 4096
 HIDDEN = "***"
 
