@@ -156,6 +156,7 @@ def _token(settings: Settings, token_file: Path | None) -> str:
 
 
 def _checked(url: str) -> str:
+    url = url.replace("tls://", "https://", 1).replace("tcp://", "http://", 1)  # as admin_listen spells it
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

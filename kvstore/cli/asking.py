@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.main import read_token
-from kvstore.settings import load_settings
+from kvstore.settings import TOKEN_VARIABLE, load_settings
 from kvstore.wire.tls import ClientTls
 
 __all__ = ["AsJson", "Asked", "Timeout", "Url", "asked"]
@@ -48,7 +49,9 @@ class Asked:
 def asked(url: str, timeout_s: float, verb: str) -> Iterator[Asked]:
     """The service at a url, or where the settings say that it listens; with the settings' token."""
     settings = load_settings({})
-    token = read_token(settings.token_file) if settings.token_file is not None else None
+    token = os.getenv(TOKEN_VARIABLE, "").strip() or None
+    if token is None and settings.token_file is not None:
+        token = read_token(settings.token_file)
     if url == _EMBEDDED:
         url = f"unix:{private_socket_path(EmbeddedOptions().directory)}"
     name = url or str(settings.listen)

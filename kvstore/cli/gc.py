@@ -33,7 +33,7 @@ def gc(
     It is a job of the service: Ctrl-C cancels it, and run again it goes on. A tenant's token reaches its own.
     """
     with administered(admin_url, token_file, timeout_s, config) as client:
-        job = watched(client, client.call("POST", "gc", query={"confirm": yes}), quiet=json_)
+        job = watched(client, "gc", query={"confirm": yes}, quiet=json_)
     if json_:
         echo_json(job)
         return

@@ -62,8 +62,7 @@ def rm(
             report = client.call("DELETE", *path, query={"confirm": yes})
             told: object = report
         else:
-            job = client.call("POST", "deletions", query={"confirm": yes}, body=body)
-            told = job = watched(client, job, quiet=json_)
+            told = job = watched(client, "deletions", query={"confirm": yes}, body=body, quiet=json_)
             report = job["report"]
     if json_:
         echo_json(told)

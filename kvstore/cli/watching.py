@@ -18,12 +18,21 @@ __all__ = ["watched"]
 _LOOK_S_MIN, _LOOK_S_MAX = 0.02, 0.5
 
 
-def watched(client: AdminClient, job: Mapping[str, Any], *, quiet: bool) -> Mapping[str, Any]:
+def watched(
+    client: AdminClient,
+    route: str,
+    *,
+    query: Mapping[str, object],
+    body: object | None = None,
+    quiet: bool,
+) -> Mapping[str, Any]:
     """A job when it is done.
 
     Args:
         client: Whom to ask.
-        job: As it was started.
+        route: What starts it.
+        query: Of that call.
+        body: Likewise.
         quiet: Without a bar.
 
     Raises:
@@ -32,9 +41,11 @@ def watched(client: AdminClient, job: Mapping[str, Any], *, quiet: bool) -> Mapp
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"))
     bars = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=quiet)
+    job: Mapping[str, Any] | None = None
     try:
+        job = started = client.call("POST", route, query=query, body=body)
         with bars:
-            bar = bars.add_task(str(job["kind"]), total=None, unit=job["progress"]["unit"])
+            bar = bars.add_task(str(started["kind"]), total=None, unit=started["progress"]["unit"])
             pause_s = _LOOK_S_MIN
             while job["state"] == "running":
                 time.sleep(pause_s)
@@ -43,6 +54,9 @@ def watched(client: AdminClient, job: Mapping[str, Any], *, quiet: bool) -> Mapp
                 progress = job["progress"]
                 bars.update(bar, completed=progress["done"], total=progress["total"], unit=progress["unit"])
     except KeyboardInterrupt:
+        if job is None:
+            typer.echo("interrupted before the service answered: `kvstore top` shows whether the job runs", err=True)
+            raise
         ended = client.call("DELETE", "jobs", job["job"])
         progress = ended["progress"]
         state = "cancelled" if ended["state"] == "cancelled" else f"had ended: {ended['state']}"

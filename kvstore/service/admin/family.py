@@ -18,6 +18,9 @@ __all__ = ["descendants", "family_of"]
 
 Hashes = npt.NDArray[np.uint8]
 
+_TURNS_MAX = 32
+"""More would be needed by a boundary that stands on itself, in a catalog that is wrong."""
+
 
 async def family_of(
     catalog: Catalog, namespace: NamespaceId, roots: Set[PrefixHash], *, deadline: Deadline
@@ -55,8 +58,10 @@ def descendants(prefixes: Hashes, parents: Hashes, roots: Hashes) -> npt.NDArray
     taken[at[at >= 0]] = True
     for row in np.flatnonzero(at < 0).tolist():  # a root that is not stored has children all the same
         taken |= (parents == roots[row]).all(axis=1)
-    while (above >= 0).any():  # twice as far up with each turn
+    for _ in range(_TURNS_MAX):  # twice as far up with each turn
         reached = above >= 0
+        if not reached.any():
+            break
         taken[reached] |= taken[above[reached]]
         above = np.where(reached, above[np.maximum(above, 0)], -1)
     return taken

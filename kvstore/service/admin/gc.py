@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
@@ -13,11 +13,13 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.service.admin.access import Administrator
+from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.deletion import Deleted, count_entry, delete_entries
 from kvstore.service.admin.deletions import WALK_S, delete_part
 from kvstore.service.admin.job_board import Job, JobKind
 from kvstore.service.admin.jobs import JobStatus, status_of
+from kvstore.service.admin.memory import all_keys, memory_sizes
 from kvstore.service.admin.orphans import Orphans
 from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.pinned import protected_by_pins
@@ -107,10 +109,27 @@ class _Gc:
         else:
             await self._finish(catalog, [entry for entry in entries if entry.leaving])
             if is_complete:
-                broken = await asyncio.to_thread(_incomplete, entries, context.now_s())
+                in_memory = await self._in_memory(found, entries)
+                broken = await asyncio.to_thread(_incomplete, entries, in_memory, context.now_s())
                 await self._delete(catalog, broken, protected, "incomplete")
         self._job.done = before + held.num_boundaries
         self._tell()
+
+    async def _in_memory(self, namespace: Namespace, entries: Sequence[BoundaryEntry]) -> dict[PrefixHash, list[int]]:
+        """For boundaries that the tiers do not make whole, bits of the slices that this node's memory has: the
+        write-back may have still to bring them.
+        """
+        held: dict[PrefixHash, list[int]] = {}
+        for entry in entries:
+            bits = _together(entry)
+            whole = [(1 << group.num_slices) - 1 for group in namespace.layout.groups]
+            if all(some in (0, every) for some, every in zip(bits, whole, strict=True)):
+                continue
+            keys = all_keys(namespace, entry.prefix)
+            for key, size in zip(keys, await memory_sizes(self._context, keys), strict=True):
+                if size is not None:
+                    held.setdefault(entry.prefix, [0] * len(whole))[key.group] |= 1 << key.slice
+        return held
 
     async def _delete(
         self, catalog: Catalog, entries: Sequence[BoundaryEntry], protected: set[PrefixHash], kind: str
@@ -156,27 +175,25 @@ class _Gc:
                 await orphans.delete()
 
 
-def _incomplete(entries: Sequence[BoundaryEntry], now_s: int) -> list[BoundaryEntry]:
-    """Boundaries that all tiers together do not make whole, or that stand on such a one, and were left alone for a
-    minute. Worked out in a thread.
+def _incomplete(
+    entries: Sequence[BoundaryEntry], in_memory: Mapping[PrefixHash, Sequence[int]], now_s: int
+) -> list[BoundaryEntry]:
+    """Boundaries that tiers and this node's memory together do not make whole, or that stand on such a one, and were
+    left alone for a minute. Worked out in a thread.
     """
-    together = [replace(entry, slices=_together(entry)) for entry in entries]
+    together = []
+    for entry in entries:
+        bits = _together(entry, in_memory.get(entry.prefix))
+        together.append(replace(entry, slices=tuple(bits for _ in Level)))
     used_s = broken_of(together, Level.COLD, now_s)
     left_alone = {name for name, last_s in used_s.items() if last_s <= now_s - _MENDED_S}
     return [entry for entry in entries if not entry.leaving and entry.namespace + entry.prefix in left_alone]
 
 
-def _together(entry: BoundaryEntry) -> tuple[tuple[int, ...], ...]:
-    """What the tiers hold together, as if each held it."""
-    held = [entry.slices[level] for level in Level if level not in entry.leaving] or [
-        tuple(0 for _ in entry.slices[Level.COLD])
-    ]
-    union = tuple(_or(bits) for bits in zip(*held, strict=True))
-    return tuple(union for _ in Level)
-
-
-def _or(bits: Sequence[int]) -> int:
-    found = 0
-    for one in bits:
-        found |= one
-    return found
+def _together(entry: BoundaryEntry, more: Sequence[int] | None = None) -> tuple[int, ...]:
+    """For each group the bits of slices that the tiers, and whatever has `more`, hold together."""
+    found = list(more) if more is not None else [0] * len(entry.slices[Level.COLD])
+    for level in Level:
+        if level not in entry.leaving:
+            found = [some | bits for some, bits in zip(found, entry.slices[level], strict=True)]
+    return tuple(found)

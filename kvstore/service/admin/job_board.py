@@ -19,6 +19,7 @@ from kvstore.service.credentials import Grant
 __all__ = ["Job", "JobBoard", "JobKind", "JobState"]
 
 _log = logging.getLogger(__name__)
+_audit = logging.getLogger("kvstore.audit")
 
 _RUNNING_MAX, _RUNNING_OF_ONE_MAX = 6, 2
 """Jobs that run at a time, and of those one tenant's (or the operators'): each walks over much."""
@@ -65,6 +66,7 @@ class Job:
         unit: What is counted.
         report: What it found and did so far; when it has ended, all of it.
         error: Why it failed.
+        who: What logs call whoever asked for it.
     """
 
     id: str
@@ -80,6 +82,7 @@ class Job:
     unit: str = "records"
     report: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    who: str = ""
 
     def is_seen_by(self, grant: Grant) -> bool:
         """Whether it is there for a token: its own tenant's, and every operator's."""
@@ -127,7 +130,7 @@ class JobBoard:
         job = Job(
             secrets.token_hex(_ID_BYTES), kind, grant.tenant, dict(about), is_dry_run, self._clock.wall_ms() // 1000
         )
-        job.unit = unit
+        job.unit, job.who = unit, grant.name
         try:
             task = self._background.spawn(self._run(job, work), kind.value, is_awaited=True)
         except Closed as error:
@@ -158,6 +161,8 @@ class JobBoard:
             job.state = JobState.CANCELLED
         job.ended_s = self._clock.wall_ms() // 1000
         self._tasks.pop(job.id, None)
+        values = (job.id, job.kind.value, job.state.value, job.is_dry_run, job.done, job.unit, job.who)
+        _audit.info("job=%s kind=%s state=%s dry_run=%s done=%d unit=%s who=%r", *values)
         self._forget_old(job.tenant)
 
     def _forget_old(self, tenant: str | None) -> None:

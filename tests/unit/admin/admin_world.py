@@ -11,12 +11,13 @@ from pathlib import Path
 import httpx
 
 from kvstore.api import Ack
-from kvstore.compose import open_store
+from kvstore.compose_encryption import open_served_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
 from kvstore.service.credentials import CredentialsFile
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
+from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire.address import parse_address
@@ -61,7 +62,7 @@ class World:
         credentials: The file.
     """
 
-    store: TieredStore
+    store: TieredStore | EncryptedStore
     server: Server
     port: AdminPort
     url: str
@@ -72,6 +73,11 @@ class World:
         headers = {"Authorization": f"Bearer {name} token"} if name is not None else {}
         transport = httpx.AsyncHTTPTransport(verify=False, local_address=address)
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=120.0, transport=transport)
+
+    @property
+    def tiered(self) -> TieredStore:
+        """The store itself, where keys stand before it."""
+        return self.store.inner if isinstance(self.store, EncryptedStore) else self.store
 
     async def save(self, prompt: Prompt) -> Prompt:
         """All records of a prompt, at every tier."""
@@ -85,8 +91,8 @@ class World:
     async def settle(self) -> None:
         """Wait until the tiers have, and the catalog knows of, whatever was saved."""
         assert await self.store.drain(soon()) == 0
-        assert self.store._recorder is not None
-        assert await self.store._recorder.drain(soon()) == 0
+        assert self.tiered._recorder is not None
+        assert await self.tiered._recorder.drain(soon()) == 0
 
 
 @asynccontextmanager
@@ -96,7 +102,7 @@ async def world(folder: Path, *, with_tokens: bool = True, **flags: object) -> A
     own = {"memory_bytes": "32MiB", "disk_bytes": "256MiB", "cold": f"file://{folder / 'records'}"}
     settings = load_settings({**own, "admin_listen": "127.0.0.1:0", "listen": f"unix:{folder / 'socket'}", **flags})
     credentials = CredentialsFile(path) if path is not None else None
-    async with open_store(settings) as store:
+    async with open_served_store(settings) as store:
         server = Server(store, credentials=credentials)
         try:
             await server.listen([parse_address(str(settings.listen))])

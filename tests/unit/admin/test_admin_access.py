@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -63,7 +64,9 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
         async with made.client("red") as client:
             pin = {"namespace": red.namespace.hex(), "prefix": red.boundary(128).prefix.hex(), "expires_in_s": 1000}
             assert (await client.post("/v1/pins", json=pin)).status_code == 201
-            JOBS[red.namespace] = (await client.post("/v1/gc")).json()["job"]
+            job = JOBS[red.namespace] = (await client.post("/v1/gc")).json()["job"]
+            while (await client.get(f"/v1/jobs/{job}")).json()["ended_s"] is None:
+                await asyncio.sleep(0.01)
         made.store.tell(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
         yield made, red
 

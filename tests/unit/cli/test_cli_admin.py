@@ -23,6 +23,7 @@ from kvstore.service.admin.job_board import Job, JobBoard
 from kvstore.service.credentials import Grant
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.redis_tls import make_certificate
 from tests.unit.admin.admin_world import World, prompt_of, soon, world
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
@@ -199,6 +200,21 @@ async def test_a_token_that_is_refused_is_told(
         port = other.sockets[0].getsockname()[1]
         code, _, err = await run("ls", "--admin-url", f"127.0.0.1:{port}")
     assert code == 1 and "no administration interface of kvstore" in err
+
+
+async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its authority it is believed, without it is not; the address is spelled as the setting or as a url."""
+    cert, key = make_certificate(tmp_path)
+    flags = {"admin_listen": "tls://127.0.0.1:0", "tls_certificate_file": cert, "tls_key_file": key}
+    monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
+    async with world(tmp_path, **flags) as made:
+        code, _, err = await run("ls", "--admin-url", made.url)
+        assert code == 1 and "certificate" in err
+        monkeypatch.setenv("KVSTORE_TLS_CA_FILE", str(cert))
+        for url in (made.url, made.url.replace("https://", "tls://")):
+            assert (await run("ls", "--admin-url", url))[0] == 0
+        monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.replace("https://", "tls://"))
+        assert (await run("ls"))[0] == 0
 
 
 async def test_an_interrupted_verb_cancels_its_job(made: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.api import Ack, SaveOutcome
+from kvstore.api import Ack, Outcome, SaveOutcome
 from kvstore.catalog.orders import FileOrders
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
@@ -114,6 +114,10 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
         with pytest.raises(Unavailable):
             await store.load(staged.lease, staged.keys[0], deadline=soon())
         assert await store.save(prompt.record(64), deadline=soon()) is SaveOutcome.FULL
+        told = Outcome("r", prompt.namespace, 128, 128, 0, 0, "nothing_stored", stop=prompt.boundary(64), tenant="red")
+        store.tell(told)
+        explained = await store.explain("r", tenant="red", deadline=soon())
+        assert explained["reason"] == "weights_retired" and "kvstore weights" in str(explained["advice"])
     async with open_store(settings) as store:
         await store.open_namespace(prompt.description, deadline=soon())
         assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
