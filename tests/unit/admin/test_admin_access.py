@@ -220,7 +220,14 @@ async def test_changes_are_audited(tenants: tuple[World, Prompt], caplog: pytest
             await client.delete(f"/v1/prefixes/{namespace}/{prefix}")
             await client.delete(f"/v1/prefixes/{namespace}/{prefix}?confirm=true")
             await stranger.delete(f"/v1/namespaces/{namespace}")
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvstore.audit"]
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "kvstore.audit"]
+
+    async with asyncio.timeout(60):
+        while len(told()) < 6:  # a line is written when its answer is on its way
+            await asyncio.sleep(0.01)
+    lines = told()
     parts = [[part for part in line.split() if part.startswith(("method", "status", "dry"))] for line in lines]
     assert parts == [
         ["method=POST", "status=201"],
