@@ -141,7 +141,7 @@ async def _parts(
     context: AdminContext, catalog: Catalog, namespace: Namespace, wanted: NewDeletion, job: Job
 ) -> AsyncIterator[list[BoundaryEntry]]:
     """What is meant, a bounded piece at a time; tells the job how much it is."""
-    roots = await _roots(catalog, namespace, wanted)
+    roots = _roots(context, namespace, wanted)
     if roots is None:
         totals = (await context.catalog.totals(deadline=context.soon())).get(namespace.id, NamespaceTotals())
         job.total = totals.num_boundaries
@@ -160,8 +160,8 @@ async def _parts(
         yield [entry for entry in found if entry is not None]
 
 
-async def _roots(catalog: Catalog, namespace: Namespace, wanted: NewDeletion) -> set[PrefixHash] | None:
-    """Where to begin; `None`: everywhere."""
+def _roots(context: AdminContext, namespace: Namespace, wanted: NewDeletion) -> set[PrefixHash] | None:
+    """Where to begin, under the names that records have with each key; `None`: everywhere."""
     if wanted.prefix is not None:
         return {prefix_hash(wanted.prefix)}
     if wanted.token_ids is None:
@@ -169,5 +169,10 @@ async def _roots(catalog: Catalog, namespace: Namespace, wanted: NewDeletion) ->
     boundaries = PlainChain(wanted.cache_salt).extend(wanted.token_ids)
     page_tokens = namespace.layout.page_tokens
     # of a prompt that fills a page, what is below its end is another prompt's as well
-    pages = {boundary.prefix for boundary in boundaries if boundary.tokens % page_tokens == 0}
-    return pages or {boundary.prefix for boundary in boundaries}
+    pages = [boundary.prefix for boundary in boundaries if boundary.tokens % page_tokens == 0]
+    plain = pages or [boundary.prefix for boundary in boundaries]
+    return {
+        prefix if generation is None else generation.name_of(prefix)
+        for generation in context.generations(namespace.description.tenant)
+        for prefix in plain
+    }
