@@ -52,12 +52,14 @@ def measure(payload_bytes: int, repetitions: int) -> dict[str, float]:
 
 def name_rate(num_names: int = 8192) -> float:
     """Names keyed in a second, none seen before."""
-    key = TenantKey(1, secrets.token_bytes(32), "tenant")
-    prefixes = [PrefixHash(secrets.token_bytes(32)) for _ in range(num_names)]
-    began = time.perf_counter()
-    for prefix in prefixes:
-        key.name_of(prefix)
-    return num_names / (time.perf_counter() - began)
+    prefixes, best_s = [PrefixHash(secrets.token_bytes(32)) for _ in range(num_names)], float("inf")
+    for _ in range(10):
+        key = TenantKey(1, secrets.token_bytes(32), "tenant")
+        began = time.perf_counter()
+        for prefix in prefixes:
+            key.name_of(prefix)
+        best_s = min(best_s, time.perf_counter() - began)
+    return num_names / best_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

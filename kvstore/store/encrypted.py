@@ -3,8 +3,8 @@
 Below this border, in the store with its memory, queues, tiers, catalog and pending entries, there are encrypted records
 under keyed names and nothing else, so nothing there knows of keys. Above it, on the wire and in engines, there are
 plain records under plain names. A record is encrypted once, when it is accepted, and its bytes are the same in every
-tier; it is decrypted each time a rank loads it, which is once for each use. So memory, which engines on this node may
-map, holds cipher text. Accidents are found by the checksum when a record is staged, as ever; what only the tag finds, a
+tier; it is decrypted each time a rank loads it, which is once for each use. So memory holds cipher text, and is not
+shared with engines. Accidents are found by the checksum when a record is staged, as ever; what only the tag finds, a
 forged record, when it is loaded: then the load fails, every tier puts the record aside, and the engine computes.
 """
 
@@ -21,7 +21,6 @@ from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_r
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -73,10 +72,6 @@ class EncryptedStore(PageStore):
     def operations(self) -> StoreOperations:
         """As `TieredStore.operations`, which know records by their keyed names."""
         return self.inner.operations
-
-    @property
-    def arena(self) -> Arena | None:
-        return self.inner.arena
 
     def buffer(self, num_bytes: int) -> memoryview:
         return fresh_buffer(num_bytes)  # plain bytes do not come near the memory that others may map

@@ -210,6 +210,20 @@ def test_people_get_tables_and_the_next_step(keys: Path, capsys: pytest.CaptureF
     assert "done" in said["status"]
 
 
+def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checksums are over what is stored: encrypted records are whole, and are indexed under their keyed names."""
+    write_keys(keys, [("red", 1, 1)])
+    in_loop(save(PROMPT))
+    keys.unlink()
+    assert main(["verify", "cold", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_whole"] == NUM
+    assert main(["reindex", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out).values()
+    assert (report["num_records"], report["num_unknown"]) == (NUM, 0)
+    write_keys(keys, [("red", 1, 1)])
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
