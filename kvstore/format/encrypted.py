@@ -25,7 +25,8 @@ ENCRYPTION_BYTES = PREFIX_BYTES
 NONCE_BYTES = 12
 CHECK_BYTES = 8
 KEY_ID_MAX = 0xFFFF_FFFF
-_NAMES_KEPT = 1 << 16
+_NAMES_KEPT = 1 << 15
+"""Of each key, some 8 MiB: a prompt is looked up and then staged, and comes again with a turn more."""
 _BLOCK_BYTES = 64  # of SHA-256
 _CHECKSUM_AT = slice(8, 24)
 _ZEROS = bytes(16)

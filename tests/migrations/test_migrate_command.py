@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +20,7 @@ from kvstore.cli.main import main
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import UnsupportedFormat
+from kvstore.format.names import manifest_name
 from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -23,6 +28,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
+from migrations.journal import _place
 from migrations.plan import Verdict
 from migrations.versions.m0001_initial import InitialStep
 from migrations.versions.m0002_keys import KeyStep
@@ -208,6 +214,28 @@ def test_people_get_tables_and_the_next_step(keys: Path, capsys: pytest.CaptureF
     assert "rewritten" in said["run"] and "next: kvstore migrate finish" in said["run"]
     assert "removed" in said["finish"] and "take the earlier keys out of encryption_keys" in said["finish"]
     assert "done" in said["status"]
+
+
+def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(
+    keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 130 and no traceback; nothing is lost, and the rest is copied by the next run."""
+    in_loop(save(PROMPT))
+    write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
+    command = [sys.executable, "-m", "kvstore.cli", "migrate", "run", "--rate", "1kB"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    begun = tmp_path / "records" / manifest_name(_place("state"))
+    ends_s = time.monotonic() + 120
+    while not begun.exists():
+        assert process.poll() is None and time.monotonic() < ends_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=120)
+    assert (process.returncode, "Traceback" in complaint) == (130, False)
+    status, ran, _ = run(capsys, "run")
+    assert status == 0
+    assert sum(ran["migration"]["totals"].values()) >= NUM  # type: ignore[index, attr-defined]
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
 
 
 def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
