@@ -26,6 +26,7 @@ class SaveJob:
         stop_tokens: End of the span; its blocks are final when this step's forward is done.
         block_ids: The span's blocks, or the one block that holds the state.
         retention: How long it is likely to be of use.
+        trace: Told to the store with each save; empty: nothing.
     """
 
     job_id: int
@@ -36,6 +37,7 @@ class SaveJob:
     stop_tokens: int
     block_ids: BlockIds
     retention: Retention = Retention.NORMAL
+    trace: str = ""
 
     @property
     def num_blocks(self) -> int:
@@ -74,12 +76,14 @@ class LoadJob:
         pieces: All slices; a rank loads its own. `None`: the load could not be planned; ranks report it as failed,
             since vLLM waits for their report.
         audited: The blocks are read back before the load is reported.
+        trace: Told to the store with each load; empty: nothing.
     """
 
     request_id: str
     lease: bytes
     pieces: tuple[LoadPiece, ...] | None
     audited: bool = False
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

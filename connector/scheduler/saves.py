@@ -211,7 +211,8 @@ class Saves:
         self._saving[job_id] = _Saving(state.request_id, num_bytes, self._num_ranks)
         self._in_flight_bytes += num_bytes
         prefix = state.prefix_at(span.stop, self._shape.boundary_tokens)
-        job = SaveJob(job_id, namespace, prefix, index, span.start, span.stop, block_ids, state.flags.retention)
+        hints = state.flags.retention, state.trace
+        job = SaveJob(job_id, namespace, prefix, index, span.start, span.stop, block_ids, *hints)
         if self.announcements is not None:
             self.announcements.planned(job, state)
         return job

@@ -227,7 +227,7 @@ class SchedulerSide:
             pieces = None
         assert staged.lease is not None
         audited = self._audits is not None and self._audits.on_load(request_id, staged, resume_tokens)
-        self._loads.append(LoadJob(request_id, staged.lease, pieces, audited))
+        self._loads.append(LoadJob(request_id, staged.lease, pieces, audited, state.trace))
         for index, group in enumerate(self._shape.groups):
             if group.is_state:
                 state.note_stored(resume_tokens, index)

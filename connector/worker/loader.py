@@ -20,6 +20,7 @@ from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup
 from connector.worker.staging import RecordMemory, view
 from kvstore.api import Deadline, LeaseId, PageStore
+from kvstore.client import trace_parent
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
 from kvstore.format.record import Record, verify_payload
@@ -136,6 +137,8 @@ class Loader:
     async def _run(self, job: LoadJob, after: Fence, store: PageStore) -> None:
         failed = True
         started_s = SYSTEM_CLOCK.monotonic_s()
+        if job.trace:
+            trace_parent.set(job.trace)  # of this task alone
         try:
             await self._load_pieces(store, job, after)
             failed = False

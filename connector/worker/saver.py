@@ -21,6 +21,7 @@ from connector.scheduler.bridge import Bridge
 from connector.worker.groups import RankGroup
 from connector.worker.staging import BufferPool, RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
+from kvstore.client import trace_parent
 from kvstore.codec import CodecPool, encode, max_payload_bytes
 from kvstore.errors import Closed, KVStoreError
 from kvstore.format.header_v1 import HeaderV1
@@ -131,7 +132,7 @@ class Saver:
                     self._done(job.job_id, "no_room")
                 else:
                     header = self._header(group, job, slice_index, page.numel())
-                    gathered = _Gathered(header, page, group.copier.plane_width, ticket, job.retention)
+                    gathered = _Gathered(header, page, group.copier.plane_width, ticket, job.retention, job.trace)
                     self._bridge.submit(partial(self._send, job.job_id, gathered))
                 held.popleft()
         except Closed:
@@ -159,6 +160,8 @@ class Saver:
 
     async def _send(self, job_id: int, gathered: _Gathered, store: PageStore) -> None:
         outcome = "failed"
+        if gathered.trace:
+            trace_parent.set(gathered.trace)  # of this task alone
         try:
             outcome = await self._encode_and_save(store, gathered)
         except KVStoreError as error:
@@ -226,6 +229,7 @@ class _Gathered:
         plane_width: How they stand there: see `BlockCopier`.
         ticket: Says when they have arrived.
         retention: How long it is likely to be of use.
+        trace: Told to the store; empty: nothing.
     """
 
     header: HeaderV1
@@ -233,6 +237,7 @@ class _Gathered:
     plane_width: int
     ticket: Ticket
     retention: Retention
+    trace: str
 
 
 def _seal(gathered: _Gathered, target: memoryview) -> Record:

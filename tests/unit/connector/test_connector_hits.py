@@ -57,6 +57,9 @@ def test_the_trace_of_a_request_goes_with_its_questions(at: World, monkeypatch: 
         at.new(request_id, 170, "a", trace=trace)
         assert at.ask(request_id) == 160
         assert seen == [("lookup", trace), ("stage", trace)]
+        (job,) = at.admit(request_id, 160).loads
+        assert job.trace == trace
+        at.finished(request_id)
         at.side.on_finished(request_id)
         at.no_leases()
 

@@ -15,6 +15,7 @@ from connector.jobs import StepJobs
 from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
 from kvstore.api import SaveOutcome
+from kvstore.client import trace_parent
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
@@ -23,6 +24,7 @@ from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, M
 from tests.unit.connector.support import (
     BLOCK,
     LoopBridge,
+    SteeredStore,
     bridge_to_memory,
     eventually,
     make_facts,
@@ -54,6 +56,29 @@ def test_round_trip(rank: Make, layout: str, element_bytes: int) -> None:
     target.side.start_loads(target.load_job(target.stage()))
     assert target.result() == ({"r"}, set())
     assert torch.equal(target.blocks(tuple(range(NUM_BLOCKS))), expected)
+
+
+def test_the_trace_of_a_request_goes_with_its_records(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves and loads of a traced request are asked in its trace; those of another one in none."""
+    seen: set[tuple[str, str]] = set()
+    for name in ("save", "load"):
+        original = getattr(SteeredStore, name)
+
+        async def watched(self: Any, *given: Any, of: Any = original, what: str = name, **more: Any) -> Any:
+            seen.add((what, trace_parent.get()))
+            return await of(self, *given, **more)
+
+        monkeypatch.setattr(SteeredStore, name, watched)
+    for number, trace in enumerate(("00-a-b-01", "")):
+        seen.clear()
+        at = rank(seed=number)
+        saves = tuple(replace(job, trace=trace) for job in at.jobs().saves)
+        at.side.save(StepJobs(saves=saves))
+        assert at.side.saver is not None and at.side.saver.drain(10)
+        loads = tuple(replace(job, trace=trace) for job in at.load_job(at.stage()).loads)
+        at.side.start_loads(StepJobs(loads=loads))
+        assert at.result() == ({"r"}, set())
+        assert seen == {("save", trace), ("load", trace)}
 
 
 def test_records_are_what_the_store_expects(rank: Make, bridge: LoopBridge) -> None:
