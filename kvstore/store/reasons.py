@@ -78,7 +78,8 @@ REASONS = {
     "broken": Reason("it was stored, and left because a part that it needs was not there any more"),
     "superseded": Reason("the end of a shorter prompt was replaced by a whole page"),
     "weights_retired": Reason(
-        "an operator retired the weights that it was computed with", "`kvstore weights`; new weights have another id"
+        "an operator retired the weights that it was computed with",
+        "`kvstore weights list`; new weights have another id",
     ),
     "other_salt": Reason(
         "the same tokens were asked for under another cache_salt or adapter, which keeps them apart on purpose"

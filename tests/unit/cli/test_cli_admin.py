@@ -133,16 +133,16 @@ async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypat
     """Once, as tables or JSON: counters, tiers, namespaces, requests; a tenant's token shows what is its own."""
     prompt = await made.save(prompt_of("a"))
     made.store.tell(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
-    status, out, err = await run("top", "--once")
+    status, out, err = await run("top", "--once", "--timeout", "60")
     assert (status, err) == (0, "")
     for text in ("since its start: 1 lookups", "filesystem", "healthy", prompt.namespace.hex(), "chatcmpl-1"):
         assert text in out
-    seen = await told(run, "top")
+    seen = await told(run, "top", "--timeout", "60")
     assert seen["counters"]["saves"] == 12 and [tier["level"] for tier in seen["tiers"]] == ["memory", "cold"]
     monkeypatch.setenv("KVSTORE_TOKEN", "blue token")
-    seen = await told(run, "top")
+    seen = await told(run, "top", "--timeout", "60")
     assert (seen["counters"], seen["namespaces"], seen["requests"]) == (None, [], [])
-    assert "operator's token" in (await run("top", "--once"))[1]
+    assert "operator's token" in (await run("top", "--once", "--timeout", "60"))[1]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ async def test_top_is_live_in_a_terminal(made: World) -> None:
     """It goes on showing until Ctrl-C, which is an ordinary end."""
     await made.save(prompt_of("a"))
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "kvstore.cli", "top", "--interval", "0.2"]
+    command = [sys.executable, "-m", "kvstore.cli", "top", "--interval", "0.2", "--timeout", "60"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
     verb = await asyncio.create_subprocess_exec(*command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
