@@ -98,7 +98,11 @@ def _values(client: Redis, name: bytes) -> Iterator[bytes]:
 
 @asynccontextmanager
 async def opened(place: Place, keys: Path | None) -> AsyncIterator[EncryptedStore | TieredStore]:
-    own = {"memory_bytes": "64MiB", "encryption_keys": str(keys) if keys is not None else None}
+    own = {
+        "memory_bytes": "64MiB",
+        "stall_timeout_ms": 5000,
+        "encryption_keys": str(keys) if keys is not None else None,
+    }
     async with open_served_store(load_settings({**place.flags, **own})) as store:
         yield store
 

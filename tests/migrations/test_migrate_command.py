@@ -50,6 +50,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "COLD": f"file://{tmp_path / 'records'}",
         "DISK_BYTES": "1GiB",
         "MEMORY_BYTES": "32MiB",
+        "STALL_TIMEOUT_MS": "5000",
         "ENCRYPTION_KEYS": str(path),
     }.items():
         monkeypatch.setenv(f"KVSTORE_{name}", text)
