@@ -23,9 +23,10 @@ WIDTHS = {1280: 800, 390: 844}
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    """Chromium without a window; without its sandbox, which root cannot have."""
+    """Chromium without a window; without its sandbox, which root cannot have, and a container's small /dev/shm."""
     async with async_playwright() as driver:
-        opened = await driver.chromium.launch(executable_path=chromium_program(), args=["--no-sandbox"])
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        opened = await driver.chromium.launch(executable_path=chromium_program(), args=arguments)
         yield opened
         await opened.close()
 
@@ -54,9 +55,8 @@ class Visit:
         """Wait until so many charts are drawn."""
         drawn = "[...document.querySelectorAll('canvas')].filter((c) => globalThis.Chart?.getChart(c)?.width).length"
         async with asyncio.timeout(PATIENCE_MS / 1000):
-            while (
-                await self.page.evaluate(drawn) != count
-            ):  # Playwright's own waiting is what the page's policy forbids
+            # Playwright's own waiting is what the page's policy forbids
+            while await self.page.evaluate(drawn) != count:
                 await asyncio.sleep(0.02)
 
     async def shoot(self, name: str) -> None:
