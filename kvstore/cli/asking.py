@@ -56,7 +56,7 @@ def asked(url: str, timeout_s: float, verb: str) -> Iterator[Asked]:
         url = f"unix:{private_socket_path(EmbeddedOptions().directory)}"
     name = url or str(settings.listen)
     tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file)
-    options = ClientOptions(name=f"kvstore {verb}", num_data_connections=1, tls=tls)
+    options = ClientOptions.of_a_person(f"kvstore {verb}", timeout_s, tls)
     deadline = Deadline.after(timeout_s)
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # what cannot be reached is said once, as the error
     with BlockingStore(name, token=token, options=options) as store:

@@ -47,3 +47,10 @@ class ClientOptions:
         for name in ("stall_timeout_s", "hello_timeout_s", "dead_after_s", "backoff_s", "backoff_max_s"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest("a time must be positive", field=name, seen=getattr(self, name))
+
+    @classmethod
+    def of_a_person(cls, name: str, seconds: float, tls: ClientTls) -> ClientOptions:
+        """For somebody who asks once and waits: connecting may take all the time there is, as it does on a machine that
+        is busy, where an engine would rather go on without an answer.
+        """
+        return cls(name=name, num_data_connections=1, hello_timeout_s=seconds, first_attempt_s=seconds, tls=tls)

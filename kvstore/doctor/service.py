@@ -60,7 +60,7 @@ def service_check(address: ServiceAddress) -> Check:
             return
         try:
             token = read_token(address.token_file) if address.token_file is not None else None
-            options = ClientOptions(name="kvstore doctor", num_data_connections=1, tls=address.tls)
+            options = ClientOptions.of_a_person("kvstore doctor", deadline.remaining_s, address.tls)
             async with aclosing(connect(url, token=token, options=options)) as store:
                 status = await store.status(deadline=deadline)
         except KVStoreError as error:

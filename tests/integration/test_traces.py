@@ -75,12 +75,14 @@ class Spans:
 async def service(folder: Path, spans: Spans | None, **flags: object) -> AsyncIterator[RemoteStore]:
     """A service on a Unix socket and a client of it, both here."""
     tracing = spans.tracing if spans is not None else None
-    settings = load_settings({"listen": f"unix:{folder / 's'}", "memory_bytes": "16MiB", **flags})
+    settings = load_settings(
+        {"listen": f"unix:{folder / 's'}", "memory_bytes": "16MiB", "stall_timeout_ms": 20000, **flags}
+    )
     async with open_store(settings, tracing=tracing) as store:
         server = Server(store, tracing=tracing)
         try:
             await server.listen([settings.listen])
-            client = connect(str(settings.listen))
+            client = connect(str(settings.listen), options=ClientOptions(stall_timeout_s=30.0))
             try:
                 await client.wait_ready(deadline=soon())
                 yield client

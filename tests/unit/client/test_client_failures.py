@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Deadline, LeaseId, SaveOutcome, Staged
-from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.client import ClientOptions, ClientTls, RemoteStore, connect
 from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.service_process import ServiceProcess, free_tcp_url
@@ -203,3 +203,19 @@ async def heals_status(client: RemoteStore, seconds: float) -> None:
             await asyncio.sleep(0.01)
         else:
             return
+
+
+async def test_a_person_waits_for_a_service_that_greets_late(service: ServiceProcess) -> None:
+    """Whoever asks once, as `kvstore doctor` does, is not told that a busy service is not there."""
+    service.freeze()
+    options = ClientOptions.of_a_person("test", 60.0, ClientTls())
+    assert ClientOptions().hello_timeout_s <= 2.0  # as engines wait
+    client = connect(service.url, options=options)
+    try:
+        asking = asyncio.ensure_future(client.status(deadline=Deadline.after(60.0)))
+        await asyncio.sleep(2.2)
+        assert not asking.done()
+        service.thaw()
+        assert "version" in await asking
+    finally:
+        await client.aclose()

@@ -29,7 +29,7 @@ def _descendants_by_environment(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_an_interrupted_demo_ends_its_engine_and_its_service(number: signal.Signals, tmp_path: Path) -> None:
     """Interrupted while an engine and the private service run, the demo exits 130 and nothing of it is left."""
     # the second engine is up, and has its private service
