@@ -207,15 +207,15 @@ async def heals_status(client: RemoteStore, seconds: float) -> None:
 
 async def test_a_person_waits_for_a_service_that_greets_late(service: ServiceProcess) -> None:
     """Whoever asks once, as `kvstore doctor` does, is not told that a busy service is not there."""
-    service.freeze()
-    options = ClientOptions.of_a_person("test", 60.0, ClientTls())
     assert ClientOptions().hello_timeout_s <= 2.0  # as engines wait
-    client = connect(service.url, options=options)
-    try:
-        asking = asyncio.ensure_future(client.status(deadline=Deadline.after(60.0)))
-        await asyncio.sleep(2.2)
-        assert not asking.done()
-        service.thaw()
-        assert "version" in await asking
-    finally:
-        await client.aclose()
+    with service:
+        service.freeze()
+        client = connect(service.url, options=ClientOptions.of_a_person("test", 60.0, ClientTls()))
+        try:
+            asking = asyncio.ensure_future(client.status(deadline=Deadline.after(60.0)))
+            await asyncio.sleep(2.2)
+            assert not asking.done()
+            service.thaw()
+            assert "version" in await asking
+        finally:
+            await client.aclose()
