@@ -216,6 +216,6 @@ async def test_a_person_waits_for_a_service_that_greets_late(service: ServicePro
             await asyncio.sleep(2.2)
             assert not asking.done()
             service.thaw()
-            assert "version" in await asking
+            assert "service" in await asking
         finally:
             await client.aclose()
