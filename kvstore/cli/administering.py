@@ -21,7 +21,17 @@ from kvstore.service.main import read_token
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.tls import ClientTls
 
-__all__ = ["AdminClient", "AdminUrl", "AsJson", "Config", "Timeout", "TokenFile", "Yes", "administered"]
+__all__ = [
+    "AdminClient",
+    "AdminUrl",
+    "AsJson",
+    "Config",
+    "NamespaceArgument",
+    "Timeout",
+    "TokenFile",
+    "Yes",
+    "administered",
+]
 
 AdminUrl: TypeAlias = Annotated[
     str,
@@ -36,6 +46,7 @@ TokenFile: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Timeout: TypeAlias = Annotated[float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each answer.")]
 Config: TypeAlias = Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")]
+NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="Its id, or a start of it.")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without, only tell what would be done.")]
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}

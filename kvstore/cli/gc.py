@@ -5,8 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
-from kvstore.cli.rm import amounts_told
-from kvstore.cli.shown import echo_json
+from kvstore.cli.shown import amounts_told, echo_json
 from kvstore.cli.watching import watched
 
 __all__ = ["gc"]

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
 from kvstore.cli.shown import echo_json, parse_duration, time_text, whole_namespace
 
 __all__ = ["pin", "unpin"]
 
-NamespaceArgument = Annotated[str, typer.Argument(help="Its id, or a start of it.")]
 PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, as `kvstore ls` tells.")]
 
 

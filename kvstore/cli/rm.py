@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import bytes_text, echo_json, parse_duration, whole_namespace
+from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, Yes, administered
+from kvstore.cli.shown import amounts_told, echo_json, parse_duration, whole_namespace
 from kvstore.cli.watching import watched
 from kvstore.errors import InvalidRequest
 
-__all__ = ["amounts_told", "rm"]
+__all__ = ["rm"]
 
 _STDIN = Path("-")
 
 
 def rm(
     *,
-    namespace: Annotated[str, typer.Argument(help="Its id, or a start of it.")],
+    namespace: NamespaceArgument,
     prefix: Annotated[str, typer.Argument(help="One boundary of it; none: all of the namespace.")] = "",
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="And all that go on from it.")] = False,
     token_ids: Annotated[
@@ -72,18 +71,6 @@ def rm(
         typer.echo(f"stays, since pins protect it: {report['num_pinned']:,} boundaries")
     if not yes and report["by_tier"]:
         typer.echo("nothing was deleted: add --yes to do it")
-
-
-def amounts_told(by_tier: Mapping[str, Any]) -> str:
-    """What tiers hold, in words."""
-    return (
-        ", ".join(
-            f"{one['num_boundaries']:,} boundaries in {tier} ({one['num_records']:,} records, "
-            f"{bytes_text(one['num_bytes'])})"
-            for tier, one in by_tier.items()
-        )
-        or "nothing"
-    )
 
 
 def _read(path: Path) -> str:

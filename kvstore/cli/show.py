@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
 from kvstore.cli.shown import bytes_text, echo_json, held_text, print_table, table_of, time_text, whole_namespace
 
 __all__ = ["show"]
@@ -18,7 +18,7 @@ _FAMILY_SHOWN = 8
 
 def show(
     *,
-    namespace: Annotated[str, typer.Argument(help="Its id, or a start of it.")],
+    namespace: NamespaceArgument,
     prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, as `kvstore ls` tells.")] = "",
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,

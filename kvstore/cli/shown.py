@@ -17,6 +17,7 @@ from kvstore.cli.administering import AdminClient
 from kvstore.errors import InvalidRequest
 
 __all__ = [
+    "amounts_told",
     "bytes_text",
     "console_of",
     "echo_json",
@@ -112,3 +113,15 @@ def whole_namespace(client: AdminClient, text: str) -> str:
         what = f"{len(found)} namespaces start" if found else "no namespace starts"
         raise InvalidRequest(f"{what} like that: see `kvstore ls`", seen=repr(text))
     return found[0]
+
+
+def amounts_told(by_tier: Mapping[str, Any]) -> str:
+    """What tiers hold, in words."""
+    return (
+        ", ".join(
+            f"{one['num_boundaries']:,} boundaries in {tier} ({one['num_records']:,} records, "
+            f"{bytes_text(one['num_bytes'])})"
+            for tier, one in by_tier.items()
+        )
+        or "nothing"
+    )

@@ -56,7 +56,7 @@ class TenantKey:
         self.tenant = tenant
         self.check = _derive(secret, "check", tenant)[:CHECK_BYTES]
         self._payload_key = _derive(secret, "payload", tenant)
-        # HMAC-SHA-256 in two copied states: the one-shot call takes nearly three times as long for 32 bytes
+        # HMAC-SHA-256 in two copied states: the one-shot call makes both anew for each name
         block = _derive(secret, "name", tenant).ljust(_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))

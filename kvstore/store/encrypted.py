@@ -37,11 +37,11 @@ __all__ = ["EncryptedStore"]
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-"""Records that are encrypted or decrypted at a time: some GB/s each."""
+"""Records that are encrypted or decrypted at a time; `benchmarks.encryption` tells what one thread does."""
 _INLINE_BYTES = 64 << 10
 """Smaller records are not worth a thread."""
 _NAMED_AT_ONCE = 1024
-"""Boundaries that get their names before others get a turn: about a millisecond."""
+"""Boundaries that get their names before others get a turn; `benchmarks.encryption` tells names a second."""
 _CHECK_S = 10.0
 _CHECK_AGAIN_S = 300.0
 _NO_STATE = KeyState()
