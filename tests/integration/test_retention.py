@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from kvstore.api import Ack
+from kvstore.catalog.base import BoundaryEntry
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership_redis import RedisOwnership
 from kvstore.compose import open_catalog, open_store, open_tier
@@ -105,7 +106,7 @@ async def test_ten_times_the_budget_is_written_and_the_budget_holds(
     client: Redis, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
     """The cold tier ends within its budget, catalog and a scan agree, what was pinned is there, and every prefix that
-    is left is whole: no boundary without one of its records or the boundary below.
+    is left is whole within a minute: no boundary without one of its records or the boundary below.
     """
     prompts = [Prompt(HYBRID, f"prompt {number}", 300) for number in range(30)]
     prompt_bytes = sum(record.num_bytes for record in prompts[0].records())
@@ -132,15 +133,22 @@ async def test_ten_times_the_budget_is_written_and_the_budget_holds(
         async def used() -> int:
             return (await catalog.totals(deadline=soon()))[namespace].levels[Level.COLD].num_bytes
 
-        async with asyncio.timeout(30):
-            while await used() > budget:
+        async def stored() -> int:
+            async with open_tier(settings.cold, settings) as tier:  # a directory is read when it is opened
+                return sum([entry.num_bytes async for entry in tier.scan()])
+
+        async def cold() -> dict[bytes, BoundaryEntry]:
+            entries = {entry.prefix: entry async for entry in catalog.iterate(namespace)}
+            return {prefix: entry for prefix, entry in entries.items() if entry.num_bytes(Level.COLD)}
+
+        def is_whole(left: dict[bytes, BoundaryEntry]) -> bool:
+            num_records = left[last].num_records(Level.COLD)
+            return all(
+                entry.num_records(Level.COLD) == num_records and (entry.parent is None or entry.parent in left)
+                for entry in left.values()
+            )
+
+        async with asyncio.timeout(150):  # eviction goes on for a moment; what lost its start leaves after a minute
+            while not (await stored() == await used() <= budget and is_whole(left := await cold())):
                 await asyncio.sleep(0.1)
-        entries = {entry.prefix: entry async for entry in catalog.iterate(namespace)}
-        cold = {prefix: entry for prefix, entry in entries.items() if entry.num_bytes(Level.COLD)}
-        held = await used()
-    for entry in cold.values():
-        assert entry.num_records(Level.COLD) == entries[last].num_records(Level.COLD)
-        assert entry.parent is None or entry.parent in cold
-    assert last in cold
-    async with open_tier(settings.cold, settings) as tier:
-        assert sum([entry.num_bytes async for entry in tier.scan()]) == held
+    assert last in left
