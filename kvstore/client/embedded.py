@@ -24,6 +24,9 @@ _START_S = 20.0
 _OPENMP = ("GOMP_", "KMP_", "OMP_")
 _POLL_S = 0.02
 _LOG_BYTES_MAX = 1 << 20
+_TOLD_BYTES_MAX = 512
+_PAUSE_FIRST_S, _PAUSE_MAX_S = 5.0, 60.0
+"""After a service that ended at once the next is started so much later: each start costs a second of a processor."""
 
 
 def default_directory() -> Path:
@@ -77,12 +80,15 @@ class EmbeddedService:
         self._options = options
         self._directory = Path(os.path.abspath(options.directory))
         self._turn: asyncio.Lock | None = None
+        self._said = ""
+        self._pause_s = 0.0
+        self._again_s = 0.0
 
     async def ensure(self) -> UnixAddress:
         """The address of the running service; starts it when there is none.
 
         Raises:
-            Unavailable: It could not be started; its log says why.
+            Unavailable: It could not be started, now or a moment ago: what it said, and where its log is.
         """
         self._turn = self._turn or asyncio.Lock()
         async with self._turn:  # all connections of one client ask at once
@@ -91,6 +97,8 @@ class EmbeddedService:
                 path = private_socket_path(self._directory)
                 if _accepts(path):
                     return UnixAddress(str(path))
+                if asyncio.get_running_loop().time() < self._again_s:
+                    raise self._ended()
                 (self._directory / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
                 await self._start(path)
             except OSError as error:
@@ -112,10 +120,15 @@ class EmbeddedService:
                 if process is None and _try_lock(lock.fileno()) and not _accepts(path):
                     process = self._spawn()
                 if process is not None and process.poll() not in (None, 0):  # 0: it has detached itself
-                    raise Unavailable(
-                        "the private service ended at once", status=process.returncode, log=self._log_path
-                    )
+                    self._pause_s = min(max(2 * self._pause_s, _PAUSE_FIRST_S), _PAUSE_MAX_S)
+                    self._again_s = loop.time() + self._pause_s
+                    self._said = _last_line(self._log_path)
+                    raise self._ended()
                 await asyncio.sleep(_POLL_S)
+        self._pause_s = 0.0
+
+    def _ended(self) -> Unavailable:
+        return Unavailable("the private service ended at once", said=self._said, log=self._log_path)
 
     @property
     def _log_path(self) -> Path:
@@ -163,6 +176,13 @@ _started: list[subprocess.Popen[bytes]] = []
 
 def _reap() -> None:
     _started[:] = [process for process in _started if process.poll() is None]
+
+
+def _last_line(path: Path) -> str:
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TOLD_BYTES_MAX))
+        lines = file.read().decode(errors="replace").splitlines()
+    return lines[-1] if lines else ""
 
 
 def _try_lock(descriptor: int) -> bool:

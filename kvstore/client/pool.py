@@ -19,6 +19,7 @@ __all__ = ["Pool"]
 _log = logging.getLogger(__name__)
 _NOT_REACHABLE = "the store service is not reachable: going on without it, trying again in the background"
 _NEXT_STEP = "start it with `kvstore serve --listen ...`, or set url to `embedded:`"
+_NEXT_STEP_EMBEDDED = "mend what its private service says; is one running already, set url to where that listens"
 
 
 class Pool:
@@ -175,7 +176,8 @@ class Pool:
         if index == 0:
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
-            _log.log(level, "%s; %s url=%s reason=%s", _NOT_REACHABLE, _NEXT_STEP, self.url, error)
+            next_step = _NEXT_STEP_EMBEDDED if self.url == "embedded:" else _NEXT_STEP
+            _log.log(level, "%s; %s url=%s reason=%s", _NOT_REACHABLE, next_step, self.url, error)
 
     async def wait_ready(self, deadline: Deadline) -> None:
         """Return when every connection stands.

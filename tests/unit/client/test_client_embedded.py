@@ -14,8 +14,10 @@ import pytest
 
 from kvstore.api import Deadline, SaveOutcome
 from kvstore.client import BlockingStore, EmbeddedOptions
-from kvstore.client.embedded import default_directory, private_socket_path
+from kvstore.client.embedded import EmbeddedService, default_directory, private_socket_path
+from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX
 
@@ -164,6 +166,19 @@ def test_the_service_is_nobodys_child(options: EmbeddedOptions) -> None:
     finally:
         client.kill()
         client.communicate()
+
+
+async def test_a_service_that_ends_at_once_is_not_started_over_and_over(options: EmbeddedOptions) -> None:
+    """A `kvstore serve` has its directory: what it says is told, and asking again starts no further process."""
+    settings = load_settings({"cold": f"file://{options.directory}/records", "disk_bytes": "64MiB"})
+    assert settings.cold is not None
+    async with open_tier(settings.cold, settings, is_owner=True):
+        service = EmbeddedService(options)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="another process has this directory open"):
+                await service.ensure()
+    log = (options.directory / "service.log").read_text()
+    assert log.count("kvstore service: another process has this directory open") == 1
 
 
 def test_a_second_service_for_a_directory_ends_at_once(options: EmbeddedOptions) -> None:
