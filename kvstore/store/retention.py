@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
+from kvstore.catalog.base import BoundaryEntry, Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
@@ -19,12 +19,12 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.collector import collector_paused, collector_spared, let_go
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.store.departures import Departures
 from kvstore.store.policy_choice import PolicyChoice
-from kvstore.store.retention_plan import Leaver, LeavingPlan, broken_of, incomplete_of, plan_leaving
+from kvstore.store.retention_plan import LeavingPlan, broken_of, incomplete_of, plan_leaving
 from kvstore.store.retention_rules import RetentionRules
 from kvstore.store.room import Room
 from kvstore.tiers.base import Tier
-from kvstore.tiers.gather import gather_all
 
 __all__ = ["Retention"]
 
@@ -36,20 +36,13 @@ looked for what has lost its start meanwhile; in vain, twice as long after."""
 _BUSY_S = 0.1
 _LOOK_SHARE = 0.1
 """Of the time, for looks at the totals while others write: over all slots of a cluster they cost something."""
-_AT_ONCE, _CALLS, _TOGETHER_MIN = 64, 4, 4
-"""Boundaries that are deleted at a time, the calls that share them, and the fewest that are worth one: what a call has
-deleted makes room at once."""
 _READ_AT_ONCE = 64
-_HIDDEN_AT_ONCE = 64
-"""Boundaries that are hidden before the first of them is deleted."""
 
 
 class Retention:
     """Applies rules to one level, from the catalog's totals and entries.
 
-    A boundary leaves wholly, all groups and slices: the catalog hides it first, then its records are deleted, then the
-    totals change. Whoever dies in between leaves a mark, and the next round, here or elsewhere, finishes it. What was
-    used since the catalog was read stays, and so does all below it.
+    What leaves does so as `Departures` says. What was used since the catalog was read stays, and so does all below it.
 
     Args:
         tier: Where to delete; a tier that does not itself tell the catalog.
@@ -89,6 +82,7 @@ class Retention:
         self._meters = meters
         self._clock = clock
         self._room = room
+        self._departures = Departures(tier, level, catalog, meters=meters, clock=clock, on_gone=self._on_gone)
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
         self._is_over = False
@@ -98,7 +92,6 @@ class Retention:
         self._swept_s = float("-inf")
         self._num_refused = num_refused
         self._num_seen = 0
-        self._is_unfinished = True  # perhaps an earlier run of this service was cut off
         self._mend_at_s = float("inf")
         self._mend_s = _MENDED_S
         self._cost = 1.0
@@ -119,7 +112,7 @@ class Retention:
                 is_stuck = await self.round() == 0 and self._is_over
             except (Unavailable, Closed, CorruptRecord):
                 self._meters.add("retention_failures", tier=self._tier.name)
-                self._is_unfinished = True  # what was hidden before it failed
+                self._departures.has_unfinished = True  # what was hidden before it failed
                 if self._room is not None:
                     self._room.suspend()
             if self._room is None or is_stuck:
@@ -168,7 +161,7 @@ class Retention:
                 await self._choice.agree(leases, self._ownership, self._deadline())
         num_refused = self._num_refused()
         is_due = self._is_over or self._is_due(held, tenants) or self._now_s() >= self._mend_at_s
-        if not is_due and not self._is_unfinished and num_refused == self._num_seen:
+        if not is_due and not self._departures.has_unfinished and num_refused == self._num_seen:
             return 0
         self._owned = {
             namespace
@@ -177,7 +170,7 @@ class Retention:
             and await self._know(namespace)
             and await self._ownership.hold(self._lease_name(namespace), deadline=self._deadline())
         }
-        self._is_unfinished = False
+        self._departures.has_unfinished = False
         with ExitStack() as spared:
             with collector_paused():
                 entries, left = await self._entries()
@@ -195,7 +188,7 @@ class Retention:
                 plan = await self._plan(entries, tenants, free_bytes, elsewhere)
                 await asyncio.to_thread(let_go, entries)
                 spared.enter_context(collector_spared())
-            left += await self._evict(plan.leavers)
+            left += await self._departures.evict(plan.leavers)
             await asyncio.to_thread(let_go, plan.leavers)
         if self._room is not None and left:
             self._room.evicted()
@@ -217,7 +210,7 @@ class Retention:
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
                 else:
-                    left += await self._delete([(entry, LeaveReason.EVICTED)]) or 0
+                    left += await self._departures.finish(entry)
         return entries, left
 
     async def _plan(
@@ -317,67 +310,9 @@ class Retention:
     def _lease_name(self, namespace: NamespaceId) -> str:
         return f"retention/{self._level.name.lower()}/{namespace.hex()}"
 
-    async def _evict(self, leavers: Sequence[Leaver]) -> int:
-        """Make boundaries leave, ends first; returns the bytes that did."""
-        left = 0
-        stay: set[int] = set()
-        for start in range(0, len(leavers), _HIDDEN_AT_ONCE):
-            part = range(start, min(start + _HIDDEN_AT_ONCE, len(leavers)))
-            for index in part:  # ends come first: whatever one that stays stands on stays as well
-                if index in stay and (below := leavers[index].parent) is not None:
-                    stay.add(below)
-            indexes = [index for index in part if index not in stay]
-            place = {index: at for at, index in enumerate(indexes)}
-            leaving = [leavers[index].leaving(place) for index in indexes]
-            hidden = await self._catalog.start_leaving_all(leaving, self._level, deadline=self._deadline())
-            entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
-            gone = await self._delete_all(entries, leavers)
-            left += sum(entries[index].num_bytes(self._level) for index in gone)
-            for index in part:
-                if index not in gone and (below := leavers[index].parent) is not None:
-                    stay.add(below)
-        return left
-
-    async def _delete_all(self, hidden: Mapping[int, BoundaryEntry], leavers: Sequence[Leaver]) -> set[int]:
-        """Delete the records of hidden boundaries, ends first. What the tier did not delete stays hidden until a later
-        round does; what comes behind that is seen again. Returns which are deleted.
-        """
-        gone: set[int] = set()
-        indexes = list(hidden)
-        for start in range(0, len(indexes), _AT_ONCE):
-            part = indexes[start : start + _AT_ONCE]
-            together = max(_TOGETHER_MIN, -(-len(part) // _CALLS))
-            calls = [part[at : at + together] for at in range(0, len(part), together)]
-            deleted = await gather_all(
-                self._delete([(hidden[index], leavers[index].reason) for index in call]) for call in calls
-            )
-            gone.update(*(call for call, num_bytes in zip(calls, deleted, strict=True) if num_bytes is not None))
-            if None in deleted:
-                for index in indexes[start + _AT_ONCE :]:
-                    one = hidden[index]
-                    await self._catalog.stop_leaving(one.namespace, one.prefix, self._level, deadline=self._deadline())
-                break
-        return gone
-
-    async def _delete(self, leaving: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int | None:
-        """Delete the records of hidden boundaries, then take them off the totals; returns the bytes that this frees.
-        `None`: the tier refused, a later round tries again.
-        """
-        try:
-            keys = [key for entry, _ in leaving for key in entry.keys(self._level)]
-            await self._tier.delete_all(keys, deadline=self._deadline())
-        except Unavailable:
-            self._meters.add("retention_failures", tier=self._tier.name)
-            self._is_unfinished = True
-            return None
-        left = await self._catalog.finish_leaving_all(leaving, self._level, deadline=self._deadline())
-        for entry, reason in leaving:
-            why, num_bytes = reason.name.lower(), entry.num_bytes(self._level)
-            self._meters.add("retention_boundaries", tier=self._tier.name, reason=why)
-            self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=why)
-        if self._room is not None:  # not before the totals tell of it: they would be over the budget
-            self._room.free(int(sum(entry.num_bytes(self._level) for entry, _ in leaving) * self._cost))
-        return left
+    def _on_gone(self, num_bytes: int) -> None:
+        if self._room is not None:
+            self._room.free(int(num_bytes * self._cost))
 
     async def aclose(self) -> None:
         """Stop, and give the leases back. Idempotent."""
