@@ -15,6 +15,7 @@ from msgspec import msgpack
 
 from kvstore.testing.engine import EngineSpec, Request, seeded_prompt
 from kvstore.testing.engine.server import ApiServer, start_api_server
+from kvstore.testing.servers.otlp import span_receiver
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
@@ -23,6 +24,8 @@ PATIENCE_S = 60.0
 PROMPT = seeded_prompt(771, 2500)
 RESTORED = 2432
 BLOCK = 128
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACED = {("vllm", "llm_request"), *(("kvstore", f"kvstore.{call}") for call in ("lookup", "stage", "load"))}
 
 
 def by_name(url: str) -> dict[str, object]:
@@ -92,15 +95,27 @@ def test_a_server_shows_what_the_connector_does(llama: Path, work: Path, tmp_pat
     """A server that knows the connector by its name computes a prompt, restores it, and later finds it gone.
 
     Its `/metrics` count each, and its cache events tell of the pages: stored in memory, with the hashes and tokens of
-    vLLM's own events, and removed when a prompt finds them gone.
+    vLLM's own events, and removed when a prompt finds them gone. A request that belongs to a trace shows what it asked
+    of the store there.
     """
     endpoint = f"ipc://{tmp_path}/events"
-    with DirectoryService(tmp_path) as service, listening(endpoint) as listener:
+    with (
+        span_receiver() as receiver,
+        DirectoryService(tmp_path, {"otlp_traces_endpoint": receiver.endpoint}) as service,
+        listening(endpoint) as listener,
+    ):
         spec = EngineSpec(
             checkpoint=llama,
             kv_transfer=by_name(service.url),
-            arguments={"kv_events_config": {"enable_kv_cache_events": True, "endpoint": endpoint}},
-            environment={"VLLM_SERVER_DEV_MODE": "1"},
+            arguments={
+                "kv_events_config": {"enable_kv_cache_events": True, "endpoint": endpoint},
+                "otlp_traces_endpoint": receiver.endpoint,
+            },
+            environment={
+                "VLLM_SERVER_DEV_MODE": "1",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+                "OTEL_SERVICE_NAME": "vllm",
+            },
         )
         with start_api_server(spec, work=work, name="surface") as server:
             assert server.metrics()["vllm:kvstore_hits_total"] == 0.0
@@ -115,11 +130,15 @@ def test_a_server_shows_what_the_connector_does(llama: Path, work: Path, tmp_pat
             see_stored(server, listener)
 
             forget_local_cache(server)
-            restored = server.complete(Request(PROMPT))
+            restored = server.complete(Request(PROMPT), traceparent=f"00-{TRACE}-{CALLER}-01")
             assert restored.tokens == computed.tokens
             assert restored.num_cached_tokens == RESTORED
             assert restored.kv_transfer_params is None
             see_restored(server)
+            wait_for(
+                lambda: {(span.service, span.name) for span in receiver.of_trace(TRACE)} >= TRACED, "spans are lost"
+            )
+            assert {span.parent for span in receiver.of_trace(TRACE) if (span.service, span.name) in TRACED} == {CALLER}
 
             service.stop()
             rmtree(service.records)

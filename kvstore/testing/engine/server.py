@@ -88,14 +88,25 @@ class ApiServer:
         self._process.wait_ready(self._is_healthy, timeout_s)
 
     def complete(
-        self, request: Request, *, kv_transfer_params: Mapping[str, Any] | None = None, timeout_s: float = 300.0
+        self,
+        request: Request,
+        *,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        traceparent: str = "",
+        timeout_s: float = 300.0,
     ) -> Completion:
-        """Answer one prompt greedily.
+        """Answer one prompt greedily, as part of a W3C trace if one is named.
 
         Raises:
             ServerFailed: It refused, ended, or time is up.
         """
-        return ask_server(self.url, request, kv_transfer_params=kv_transfer_params, timeout_s=timeout_s)
+        return ask_server(
+            self.url,
+            request,
+            kv_transfer_params=kv_transfer_params,
+            headers={"traceparent": traceparent} if traceparent else {},
+            timeout_s=timeout_s,
+        )
 
     def metrics(self) -> dict[str, float]:
         """What `/metrics` shows, by `name` or `name{label="value"}` without vLLM's own labels; equal keys add up."""
@@ -138,7 +149,12 @@ class ApiServer:
 
 
 def ask_server(
-    url: str, request: Request, *, kv_transfer_params: Mapping[str, Any] | None = None, timeout_s: float = 300.0
+    url: str,
+    request: Request,
+    *,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
 ) -> Completion:
     """Ask `/v1/completions` of a server, or of a proxy in front of some.
 
@@ -156,7 +172,9 @@ def ask_server(
         "kv_transfer_params": kv_transfer_params,
     }
     data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-    call = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    call = urllib.request.Request(
+        f"{url}/v1/completions", data, {"Content-Type": "application/json", **(headers or {})}
+    )
     started_s = time.monotonic()
     try:
         with urllib.request.urlopen(call, timeout=timeout_s) as answer:

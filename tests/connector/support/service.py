@@ -112,13 +112,18 @@ class Service:
 class DirectoryService(Service):
     """Keeps its records in memory and a directory, which is read anew at each start: tests change files meanwhile.
 
+    Args:
+        folder: For its socket, log and records.
+        flags: Further settings.
+        verifies: Whether records are checked.
+
     Attributes:
         records: Folder of the records.
     """
 
-    def __init__(self, folder: Path, *, verifies: bool = True) -> None:
+    def __init__(self, folder: Path, flags: Mapping[str, str] | None = None, *, verifies: bool = True) -> None:
         self.records = folder / "records"
-        flags = {"memory_bytes": "512MiB", "cold": f"file://{self.records}"}
+        flags = {"memory_bytes": "512MiB", "cold": f"file://{self.records}", **(flags or {})}
         module = "kvstore.cli" if verifies else "tests.connector.support.unverified"
         super().__init__(folder, flags, module=module)
 
