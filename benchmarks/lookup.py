@@ -116,7 +116,7 @@ async def _fill(client: Redis, catalog: RedisCatalog, num_prompts: int) -> Row:
             f"c1/{_DESCRIPTION.id.hex()}/{{{boundary.prefix.hex()}}}": _entry(shape, boundary, now_s)
             for boundary in _prompt(number, 1).boundaries
         }
-        await client.mset(values)  # type: ignore[arg-type]
+        await client.mset(values)
     used_bytes = (await client.info("memory"))["used_memory"]
     total = num_prompts * _BOUNDARIES
     name = f"c1/{_DESCRIPTION.id.hex()}/{{{_prompt(0, 1).boundaries[-1].prefix.hex()}}}"
@@ -231,7 +231,8 @@ class _Heads(Tier):
         pass
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        for entry in ():
+        nothing: tuple[Entry, ...] = ()
+        for entry in nothing:
             yield entry
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,12 @@ def measure(variants: Sequence[Variant], chosen: argparse.Namespace, say: Say) -
     figures = [(variant, Figures()) for variant in variants]
     for number in range(1, chosen.sets + 1):
         with ExitStack() as stack:
-            _measure_set(figures, stack, chosen, lambda text, number=number: say(f"set {number}: {text}"))
+            _measure_set(figures, stack, chosen, partial(_say_of_set, say, number))
     return figures
+
+
+def _say_of_set(say: Say, number: int, text: str) -> None:
+    say(f"set {number}: {text}")
 
 
 def _measure_set(
@@ -156,7 +161,8 @@ def _start(
 
 def _num_blocks(chosen: argparse.Namespace) -> int:
     """So few that the rounds before the first one touch all: a connector warms the cache, which is not what counts."""
-    return _WARM_UP_ROUNDS * (-(-(chosen.prompt_tokens + chosen.tokens) // _BLOCK_TOKENS)) + 1
+    tokens: int = chosen.prompt_tokens + chosen.tokens
+    return _WARM_UP_ROUNDS * -(-tokens // _BLOCK_TOKENS) + 1
 
 
 def _ask(engine: EngineProcess, node: Node | None, seed: int, chosen: argparse.Namespace, figures: Figures) -> None:

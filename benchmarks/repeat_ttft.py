@@ -209,7 +209,7 @@ class _Bench:
             seconds = timed([gets.run])
         figures.transfer_s.append(seconds * figures.stored_bytes / (piece * len(stored)))
         source, target = np.ones(figures.raw_bytes, np.uint8), np.ones(figures.raw_bytes, np.uint8)
-        copy = memcpy([memoryview(source)], [memoryview(target)])
+        copy = memcpy([source.data], [target.data])
         copy.run()
         figures.copy_s.append(timed([copy.run]))
         figures.decode_s.append(_decoding_s(figures.raw_bytes))

@@ -95,7 +95,7 @@ def _redis(plan: Plan, listener: Listener) -> list[Row]:
             ]
             store = TierStore(tier, _NUM_CONNECTIONS)
             lmcache = open_lmcache(server.port, _NUM_CONNECTIONS)
-            peers = [lmcache] if lmcache is not None else []
+            peers = [] if lmcache is None else [lmcache]
             try:
                 rows = _beside_raw(await store_rows(store, peer, plan, listener, [*raws, *peers]))
             finally:

@@ -36,6 +36,9 @@ class Store(ABC):
 
     name: str
 
+    async def aclose(self) -> None:  # noqa: B027 - not every store has something to close
+        """Let go of what it holds."""
+
     @abstractmethod
     async def put(self, record: Record) -> None:
         """Store one record.

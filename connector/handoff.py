@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 __all__ = ["Handoff", "read_handoff", "wants_receipt", "write_receipt"]
 
@@ -56,5 +56,5 @@ def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff 
     return Handoff(tokens, min(wait_ms / 1000, most_s))
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

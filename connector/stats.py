@@ -17,7 +17,7 @@ class KVStoreStats(KVConnectorStats):
     """A payload of `connector.metrics` on its way through vLLM; `data` holds plain values only."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
         """Take up what another rank, the scheduler's side or a later step counted."""
