@@ -72,6 +72,23 @@ class Visit:
         full_page = not await dialogs.count()
         await self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=full_page)
 
+    async def shoot_everywhere(self, name: str) -> None:
+        """Pictures at each width in both colours, and all text in them can be read."""
+        for width in WIDTHS:
+            await self.shoot_as(name, width, "light")
+            await self.shoot_as(name, width, "dark")
+
+    async def shoot_twice(self, name: str) -> None:
+        """Each width and each colours once: of what is laid out as another thing of which there are all four."""
+        await self.shoot_as(name, 390, "dark")
+        await self.shoot_as(name, 1280, "light")
+
+    async def shoot_as(self, name: str, width: int, colours: str) -> None:
+        await self.page.set_viewport_size({"width": width, "height": WIDTHS[width]})
+        await self.page.emulate_media(color_scheme="dark" if colours == "dark" else "light")
+        await self.shoot(f"{name}-{width}-{colours}")
+        await self.check_contrast()
+
     async def check_contrast(self) -> None:
         """All text can be read: 4.5 to 1 at least against what is behind it, in the colours of the moment."""
         found = await self.page.evaluate(_CONTRAST)

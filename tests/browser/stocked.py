@@ -18,7 +18,7 @@ from kvstore.runtime.events import EventKind
 from kvstore.service.watching import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.admin_world import World, soon, world
+from tests.unit.admin.admin_world import World, ended, soon, world
 
 STEPS = 40
 """Of a minute each."""
@@ -62,7 +62,17 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
         uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]
         await made.store._recorder.catalog.use(RED.namespace, uses, deadline=soon())
         tell_of_a_bad_night(made)
+        await give_it_work(made)
         yield made
+
+
+async def give_it_work(made: World) -> None:
+    """Jobs that have ended, and one that takes minutes."""
+    async with made.client() as client:
+        for path in ("/v1/gc", "/v1/tiers/hot/reindex", "/v1/tiers/cold/drain"):
+            await ended(client, await client.post(path))
+        slow = {"bytes_per_s": 40_000}
+        assert (await client.post("/v1/tiers/cold/verify", params=slow)).status_code == 202
 
 
 async def use(made: World, number: int) -> None:

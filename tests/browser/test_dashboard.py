@@ -10,13 +10,13 @@ import pytest_asyncio
 
 from kvstore.api import Outcome
 from kvstore.testing.servers import RedisServer
-from tests.browser.conftest import WIDTHS, Visiting
+from tests.browser.conftest import Visiting
 from tests.browser.stocked import BLUE, RED, stocked
 from tests.unit.admin.admin_world import World
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
-VIEWS = {"overview": 2, "misses": 1, "prefixes": 0, "tenants": 0, "tiers": 0, "events": 0}
+VIEWS = {"overview": 2, "misses": 1, "prefixes": 0, "tenants": 0, "tiers": 0, "jobs": 0, "events": 0}
 """Each with the number of its charts."""
 
 
@@ -34,12 +34,7 @@ async def test_every_view_shows_its_data(made: World, visiting: Visiting) -> Non
             await visit.charts(num_charts)
             assert await visit.page.locator(".placeholder:visible").count() == 0, view
             assert await visit.page.locator("nav [aria-current=page]").get_attribute("href") == f"#{view}"
-            for width, height in WIDTHS.items():
-                await visit.page.set_viewport_size({"width": width, "height": height})
-                for colours in ("light", "dark"):
-                    await visit.page.emulate_media(color_scheme=colours)
-                    await visit.shoot(f"{view}-{width}-{colours}")
-                    await visit.check_contrast()
+            await visit.shoot_everywhere(view)
 
 
 async def test_numbers_are_the_services(made: World, visiting: Visiting) -> None:
@@ -121,7 +116,7 @@ async def test_a_prefix_is_pinned_and_deleted(made: World, visiting: Visiting) -
 
 
 async def test_a_namespace_is_shown_in_full(made: World, visiting: Visiting) -> None:
-    """All fields of its description; its deletion is tried dry, and cancelled."""
+    """All fields of its description; its deletion is tried dry, and cancelled; of what is unused there is none."""
     async with made.client() as client, visiting(made.url, width=390) as visit:
         await visit.open("tenants")
         await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:12]).click()
@@ -130,6 +125,12 @@ async def test_a_namespace_is_shown_in_full(made: World, visiting: Visiting) -> 
         await visit.page.get_by_text("Nothing was deleted so far").wait_for()
         await visit.shoot("namespace-390-light")
         await visit.page.get_by_role("button", name="Cancel").click()
+        await visit.page.get_by_role("button", name="Delete what is unused…").click()
+        await visit.page.get_by_label("Not used for").select_option("3600")
+        await visit.page.get_by_role("button", name="Try it dry").click()
+        await visit.page.get_by_text("There is nothing to delete.").wait_for()
+        job = (await client.get("/v1/jobs")).json()["jobs"][0]
+        assert (job["kind"], job["is_dry_run"], job["state"]) == ("deletion", True, "done")
         assert (await client.get(f"/v1/namespaces/{BLUE.namespace.hex()}")).json()["num_boundaries"] == 3
 
 

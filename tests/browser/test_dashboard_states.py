@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.unit.admin.admin_world import prompt_of, world
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
-VIEWS = ("overview", "misses", "prefixes", "tenants", "tiers", "events")
+VIEWS = ("overview", "misses", "prefixes", "tenants", "tiers", "jobs", "events")
 
 
 async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting, shared_redis: RedisServer) -> None:
@@ -24,7 +25,7 @@ async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting
     async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url) as visit:
         for view in VIEWS:
             await visit.open(view)
-            if view in ("misses", "prefixes", "tenants"):
+            if view in ("misses", "prefixes", "tenants", "jobs"):
                 assert await visit.page.locator(".placeholder:visible").count() >= 1, view
             for width, height in WIDTHS.items():
                 await visit.page.set_viewport_size({"width": width, "height": height})
@@ -47,6 +48,7 @@ async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
         await page.keyboard.press("Enter")
         await page.get_by_role("heading", name="Tenants and namespaces").wait_for()
         assert await page.get_by_role("cell", name="blue").count() == 0
+        assert await page.get_by_role("button", name="quota").count() == 0
         assert await page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 1, ""]
         await visit.open("overview")
         await visit.shoot("tenant-overview-1280-light")
@@ -70,8 +72,8 @@ async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Vis
 
 
 async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visiting) -> None:
-    """A Redis is killed: the events say so at once, tiers show it, what the catalog knows cannot be told; then it is
-    started again, and all is well.
+    """A Redis is killed: the events say so at once, tiers show it, a job about it fails and says why, what the catalog
+    knows cannot be told; then it is started again, and all is well.
     """
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
@@ -86,6 +88,15 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
             await visit.open("tiers")
             await page.locator(".badge.bad", has_text="left alone").wait_for()
             await visit.shoot("tier-down-1280-light")
+            await page.get_by_role("button", name="Verify… redis").click()
+            await page.get_by_role("button", name="Start").click()
+            await page.get_by_role("dialog").get_by_text("failed", exact=True).wait_for()
+            await page.get_by_role("alert").get_by_text("cannot connect to Redis").wait_for()
+            await visit.open("jobs")
+            await (
+                page.get_by_role("row", name="verification tier hot").get_by_text("cannot connect to Redis").wait_for()
+            )
+            await visit.shoot_twice("job-failed")
             await visit.open("prefixes")
             await page.get_by_role("heading", name="This cannot be told at the moment").wait_for()
             await visit.shoot("unavailable-1280-light")
@@ -97,14 +108,28 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
 
 
 async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> None:
-    """It stops while a page is open: the live view says so, another view says that nobody answers."""
-    async with world(tmp_path, with_tokens=False) as made:
-        visit_of_gone = visiting(made.url, width=390, expected="ERR_|network error|Failed to load")
-        visit = await visit_of_gone.__aenter__()
-        await visit.open("events")
-        await visit.page.get_by_text("live", exact=True).wait_for()
-    await visit.page.get_by_text("not connected").wait_for()
-    await visit.page.get_by_role("link", name="Tiers").click()
-    await visit.page.get_by_role("heading", name="The service does not answer").wait_for()
-    await visit.shoot("gone-390-light")
-    await visit_of_gone.__aexit__(None, None, None)
+    """It stops while pages are open: the live view says so, another view that nobody answers, and where a job was
+    watched, what was seen last stays and is said to be old.
+    """
+    expected = "ERR_|network error|Failed to load"
+    async with AsyncExitStack() as visits:
+        async with world(tmp_path, with_tokens=False) as made:
+            await made.save(prompt_of("a"))
+            async with made.client() as client:
+                await client.post("/v1/tiers/cold/verify", params={"bytes_per_s": 1})
+            visit = await visits.enter_async_context(visiting(made.url, width=390, expected=expected))
+            watching = await visits.enter_async_context(visiting(made.url, expected=expected))
+            await visit.open("events")
+            await visit.page.get_by_text("live", exact=True).wait_for()
+            await watching.open("jobs")
+            await watching.page.get_by_role("button", name="verification").click()
+            dialog = watching.page.get_by_role("dialog")
+            await dialog.get_by_role("progressbar").wait_for()
+        await visit.page.get_by_text("not connected").wait_for()
+        await dialog.get_by_text("the service does not answer").wait_for()
+        await watching.page.get_by_text("What you see is old").wait_for()
+        assert await dialog.get_by_role("progressbar").count() == 1
+        await watching.shoot("job-gone-1280-light")
+        await visit.page.get_by_role("link", name="Tiers").click()
+        await visit.page.get_by_role("heading", name="The service does not answer").wait_for()
+        await visit.shoot("gone-390-light")

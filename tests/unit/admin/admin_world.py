@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -22,7 +24,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire.address import parse_address
 
-__all__ = ["TOKENS", "World", "prompt_of", "soon", "world", "write_credentials"]
+__all__ = ["TOKENS", "World", "ended", "prompt_of", "soon", "world", "write_credentials"]
 
 TOKENS = {
     "operator": ("*", "read, admin"),
@@ -116,3 +118,13 @@ async def world(folder: Path, *, with_tokens: bool = True, **flags: object) -> A
 def prompt_of(name: str, tenant: str = "red") -> Prompt:
     """A prompt of some pages and a tail."""
     return Prompt(ATTENTION, name, 64 * 5 + 16, tenant=tenant)
+
+
+async def ended(client: httpx.AsyncClient, started: httpx.Response) -> dict[str, Any]:
+    """A job when it has ended."""
+    assert started.status_code == 202, started.text
+    job: dict[str, Any] = started.json()
+    while job["state"] == "running":
+        await asyncio.sleep(0.01)
+        job = (await client.get(f"/v1/jobs/{job['job']}")).json()
+    return job

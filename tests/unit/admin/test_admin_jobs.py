@@ -6,9 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from kvstore.api import Ack
@@ -21,23 +19,13 @@ from kvstore.model.keys import Boundary, RecordKey
 from kvstore.model.prefix_chain import PlainChain
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.admin_world import World, ended, prompt_of, soon, world
 
 
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[World]:
     async with world(tmp_path) as opened:
         yield opened
-
-
-async def ended(client: httpx.AsyncClient, started: httpx.Response) -> dict[str, Any]:
-    """A job when it has ended."""
-    assert started.status_code == 202, started.text
-    job: dict[str, Any] = started.json()
-    while job["state"] == "running":
-        await asyncio.sleep(0.01)
-        job = (await client.get(f"/v1/jobs/{job['job']}")).json()
-    return job
 
 
 def catalog_of(made: World) -> Catalog:

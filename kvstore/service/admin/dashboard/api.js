@@ -7,9 +7,10 @@ export const keepToken = (text) => sessionStorage.setItem(KEY, text);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
 
 export class Problem extends Error {
-  constructor(status, detail) {
+  constructor(status, detail, field) {
     super(detail);
     this.status = status; // 0: nobody answers
+    this.field = field; // which is wrong, like "body.maximum_bytes"
   }
 }
 
@@ -28,7 +29,7 @@ async function send(path, { method = "GET", query = {}, body, signal, headers = 
   }
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => ({ detail: answer.statusText }));
-  throw new Problem(answer.status, problem.detail);
+  throw new Problem(answer.status, problem.detail, problem.field);
 }
 
 export async function ask(path, options) {

@@ -4,13 +4,14 @@ import { Problem, ask, forgetToken, keepToken, token } from "./api.js";
 import { h, loading, placeholder } from "./dom.js";
 import { colourGraphs, forgetGraphs } from "./graphs.js";
 import * as events from "./events.js";
+import * as jobs from "./jobs.js";
 import * as misses from "./misses.js";
 import * as overview from "./overview.js";
 import * as prefixes from "./prefixes.js";
 import * as tenants from "./tenants.js";
 import * as tiers from "./tiers.js";
 
-const VIEWS = { overview, misses, prefixes, tenants, tiers, events };
+const VIEWS = { overview, misses, prefixes, tenants, tiers, jobs, events };
 const AGAIN_MS = 10000;
 
 const main = document.getElementById("main");

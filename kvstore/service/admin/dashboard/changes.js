@@ -3,9 +3,9 @@
 import { ask } from "./api.js";
 import { bytes, count, dialog, h, placeholder, say, table } from "./dom.js";
 
-const SPANS = { 3600: "one hour", 86400: "one day", 604800: "one week", 2592000: "30 days" };
+export const SPANS = { 3600: "one hour", 86400: "one day", 604800: "one week", 2592000: "30 days" };
 
-const failed = (place, error) => place.replaceChildren(h("p", { role: "alert" }, h("span", { class: "badge bad" }, "refused"), ` ${error.message}`));
+export const refused = (place, error) => place.replaceChildren(h("p", { role: "alert" }, h("span", { class: "badge bad" }, "refused"), ` ${error.message}`));
 
 export function pin(one, done) {
   const select = h("select", { id: "pin-span" }, Object.entries(SPANS).map(([seconds, text]) => h("option", { value: seconds, selected: seconds === "86400" }, text)));
@@ -16,7 +16,7 @@ export function pin(one, done) {
     h("div", { class: "actions" }, h("button", { type: "button", class: "first", onclick: async () => {
       try {
         await ask("/v1/pins", { method: "POST", body: { namespace: one.namespace, prefix: one.prefix, expires_in_s: Number(select.value) } });
-      } catch (error) { return failed(problem, error); }
+      } catch (error) { return refused(problem, error); }
       close();
       say(`Pinned for ${SPANS[select.value]}.`);
       return done();
@@ -43,7 +43,7 @@ export function confirmDelete(what, path, done) {
         close();
         say(`Deleted: ${amounts(gone)}.`);
         done();
-      } catch (error) { failed(place, error); }
+      } catch (error) { refused(place, error); }
     });
     return [place, h("div", { class: "actions" }, act, h("button", { type: "button", onclick: close }, "Cancel"))];
   });
@@ -59,7 +59,7 @@ async function dry(path, place, act) {
         ["records", ([, held]) => count(held.num_records), true], ["bytes", ([, held]) => bytes(held.num_bytes), true]], tiers),
       h("p", { class: "quiet small" }, "Nothing was deleted so far. What a pin protects stays."));
     act.disabled = !tiers.length;
-  } catch (error) { failed(place, error); }
+  } catch (error) { refused(place, error); }
 }
 
 // A large namespace takes several calls.

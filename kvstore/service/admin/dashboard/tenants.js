@@ -1,24 +1,29 @@
 // Who holds what: tenants, and the namespaces that keep their pages apart.
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
-import { confirmDelete } from "./changes.js";
+import { SPANS, confirmDelete } from "./changes.js";
 import { bytes, count, dialog, facts, h, placeholder, share, short, sum, table } from "./dom.js";
+import { changeQuota } from "./quotas.js";
+import { deleteUnused } from "./running.js";
+import { isOperator } from "./tiers.js";
 
 const largest = (held) => Math.max(0, ...Object.values(held).map((one) => one.num_bytes));
 const LISTED_MAX = 1000;
 
 export async function view({ ask, signal, refresh }) {
-  const [listed, { quotas }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX } }), ask("/v1/quotas")]);
+  const [listed, { quotas }, { tiers }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX } }), ask("/v1/quotas"), ask("/v1/tiers")]);
   signal.throwIfAborted();
-  const head = h("h1", {}, "Tenants and namespaces");
-  if (!listed.namespaces.length) {
-    return [head, h("section", { class: "card" }, placeholder("Nothing is stored yet",
-      "Start an engine with the connector: it opens a namespace with its first request (docs/quick-start.md)."))];
-  }
-  return [head, tenants(listed, quotas), namespaces(listed, refresh)];
+  const change = isOperator(tiers) ? (tenant) => changeQuota(tenant, quotas, refresh) : null;
+  const head = h("div", { class: "title" }, h("h1", {}, "Tenants and namespaces"),
+    change && h("div", { class: "controls" }, h("button", { type: "button", "data-key": "quota", onclick: () => change("") }, "Set a quota…")));
+  const isEmpty = !listed.namespaces.length;
+  return [head, (!isEmpty || quotas.length > 0) && tenants(listed, quotas, change), isEmpty ? nothing() : namespaces(listed, refresh)].filter(Boolean);
 }
 
-function tenants({ namespaces: all, total }, quotas) {
+const nothing = () => h("section", { class: "card" }, placeholder("Nothing is stored yet",
+  "Start an engine with the connector: it opens a namespace with its first request (docs/quick-start.md)."));
+
+function tenants({ namespaces: all, total }, quotas, change) {
   const names = [...new Set([...all, ...quotas].map((one) => one.tenant))].sort();
   const tiers = Object.keys(total);
   const rows = names.map((tenant) => {
@@ -30,7 +35,7 @@ function tenants({ namespaces: all, total }, quotas) {
     ["namespaces", (row) => count(row.own.length), true],
     ["prefixes", (row) => count(sum(row.own.map((one) => one.num_boundaries))), true],
     ...tiers.map((tier) => [tier, (row) => bytes(row.held(tier)), true]),
-    ...(quotas.length ? [["quota of the cold tier", (row) => quota(quotas.find((one) => one.tenant === row.tenant))]] : []),
+    ["quota of the cold tier", (row) => [...quota(quotas.find((one) => one.tenant === row.tenant)), changing(row.tenant, change)]],
     ["share", (row) => {
       const [held, whole] = [sum(tiers.map(row.held)), sum(tiers.map((tier) => total[tier].num_bytes))];
       return [h("progress", { max: whole || 1, value: held, "aria-label": `share of ${row.tenant || "no tenant"}` }), h("span", { class: "small quiet" }, share(held, whole))];
@@ -38,8 +43,12 @@ function tenants({ namespaces: all, total }, quotas) {
   ], rows));
 }
 
+function changing(tenant, change) { // whoever has no tenant has no quota
+  return change && tenant ? h("div", {}, h("button", { type: "button", class: "plain small", "data-key": `quota ${tenant}`, "aria-label": `Change the quota of ${tenant}`, onclick: () => change(tenant) }, "Change…")) : null;
+}
+
 function quota(given) {
-  if (!given) return "none";
+  if (!given) return ["none"];
   const { used_bytes: used, guaranteed_bytes: guaranteed, maximum_bytes: maximum } = given;
   const bar = maximum && h("progress", { max: maximum, value: Math.min(used ?? 0, maximum), "aria-label": `quota of ${given.tenant}` });
   return [bar, h("span", { class: "small quiet" }, `${bytes(used)}${maximum ? ` of ${bytes(maximum)}` : ""}${guaranteed ? `, ${bytes(guaranteed)} guaranteed` : ""}`)].filter(Boolean);
@@ -61,6 +70,7 @@ async function open(one, refresh) {
   const place = h("div", {}, placeholder("Loading…"));
   const box = dialog("Namespace", (close) => [place, h("div", { class: "actions" },
     h("button", { type: "button", class: "danger", onclick: () => confirmDelete("all of this namespace", `/v1/namespaces/${one.namespace}`, () => { box.close(); refresh(); }) }, "Delete all of it…"),
+    h("button", { type: "button", onclick: () => chooseUnused(one.namespace, refresh) }, "Delete what is unused…"),
     h("button", { type: "button", onclick: () => close() }, "Close"))]);
   try {
     const { namespace, tenant, description } = await askAlone(`/v1/namespaces/${one.namespace}`);
@@ -69,4 +79,14 @@ async function open(one, refresh) {
   } catch (error) {
     place.replaceChildren(placeholder("It cannot be shown", error.message));
   }
+}
+
+function chooseUnused(namespace, refresh) {
+  const select = h("select", {}, Object.entries(SPANS).map(([seconds, text]) => h("option", { value: seconds, selected: seconds === "604800" }, text)));
+  dialog("Delete what is unused", (close) => [
+    h("p", {}, "Prefixes of this namespace that were neither stored nor read for so long, but for what pins protect."), h("label", {}, "Not used for", select),
+    h("div", { class: "actions" }, h("button", { type: "button", class: "first", onclick: () => {
+      close();
+      deleteUnused(namespace, Number(select.value), SPANS[select.value], refresh);
+    } }, "Try it dry"), h("button", { type: "button", onclick: close }, "Cancel"))]);
 }

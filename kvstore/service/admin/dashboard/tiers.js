@@ -1,13 +1,24 @@
 // How each tier is: can it be used, how full it is, what waits for it.
 
 import { badge, bytes, count, facts, h } from "./dom.js";
+import { drain, pause, reindex, resume, verify } from "./running.js";
 
 const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", cold: "cold" };
 
-export async function view({ ask, signal }) {
+export const isOperator = (tiers) => tiers.some(({ usage }) => usage); // tenants are not told it
+
+export async function view({ ask, signal, refresh }) {
   const { tiers } = await ask("/v1/tiers");
   signal.throwIfAborted();
-  return [h("h1", {}, "Tiers"), h("div", { class: "some" }, tiers.map(card))];
+  const work = isOperator(tiers) ? (tier) => actions(tier, refresh) : () => null;
+  return [h("h1", {}, "Tiers"), h("div", { class: "some" }, tiers.map((tier) => card(tier, work(tier))))];
+}
+
+function actions(tier, refresh) {
+  if (tier.level === "memory") return null;
+  const act = (text, start) => h("button", { type: "button", "data-key": `${tier.level} ${text}`, "aria-label": `${text} ${tier.name}`, onclick: () => start(tier, refresh) }, text);
+  return h("div", { class: "actions" }, tier.write_back === "paused" ? act("Resume write-back", resume) : act("Pause write-back…", pause),
+    act("Drain…", drain), act("Verify…", verify), act("Reindex…", reindex));
 }
 
 function state({ breaker, healthy }) {
@@ -15,7 +26,7 @@ function state({ breaker, healthy }) {
   return healthy ? badge("in use", "good") : badge("does not answer", "bad");
 }
 
-function card(tier) {
+function card(tier, work) {
   const { usage, own } = tier;
   const pairs = [["breaker", tier.breaker]];
   if (tier.write_back === "paused") pairs.push(["write-back", badge("paused by an operator", "warn")]);
@@ -30,5 +41,5 @@ function card(tier) {
   return h("section", { class: "card" }, h("div", { class: "title" }, h("h2", {}, tier.name), state(tier)),
     h("p", { class: "quiet" }, LEVEL[tier.level]),
     usage?.limit_bytes && h("p", {}, h("progress", { max: usage.limit_bytes, value: usage.used_bytes ?? 0, "aria-label": `${tier.name} used` })),
-    facts(pairs));
+    facts(pairs), work);
 }

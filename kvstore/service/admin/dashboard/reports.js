@@ -1,0 +1,85 @@
+// What a job is and what came of it, in words and tables; the fields are those of docs/admin.md.
+
+import { badge, bytes, count, facts, h, short, sum, table } from "./dom.js";
+
+const KINDS = { deletion: "deletion", gc: "garbage collection", verify: "verification", reindex: "reindex", drain: "drain" };
+const STATES = { running: ["running", ""], done: ["done", "good"], failed: ["failed", "bad"], cancelled: ["cancelled", "warn"] };
+const GARBAGE = { retired: "of retired weights", incomplete: "incomplete", unfinished: "half deleted", orphans: "unknown to the catalog" };
+
+export const isRunning = ({ state }) => state === "running";
+export const stateOf = ({ state }) => STATES[state];
+export const nameOf = ({ kind, is_dry_run: isDry }) => `${KINDS[kind] ?? kind}${isDry ? ", tried dry" : ""}`;
+export const whoseOf = ({ tenant }) => (tenant === null ? "an operator" : tenant || "no tenant");
+export const aboutOf = ({ about }) => Object.entries(about).map(([what, of]) => `${what} ${of.length > 20 ? short(of) : of}`).join(", ") || "everything";
+
+const amount = (unit, value) => (unit === "bytes" ? bytes(value) : count(value));
+
+export function progressOf(job) {
+  const { done, total, unit } = job.progress;
+  const [isKnown, isEnded] = [total !== null, !isRunning(job)];
+  const words = unit === "bytes" ? bytes(done) : `${count(done)} ${unit}`;
+  const bar = isKnown ? { max: Math.max(total, 1), value: total ? done : Number(isEnded) } : isEnded ? null : { max: 1 }; // no value: it moves, and tells no share
+  return [bar && h("progress", { ...bar, "aria-label": `progress of the ${nameOf(job)}` }),
+    h("span", { class: "small quiet" }, isKnown ? `${amount(unit, done)} of ${amount(unit, total)}${unit === "bytes" ? "" : ` ${unit}`}` : words)].filter(Boolean);
+}
+
+// [what, tier, how much], of a deletion or of garbage
+export function goneOf({ kind, report }) {
+  const parts = kind === "gc" ? Object.entries(GARBAGE).map(([name, words]) => [words, report[name]]) : [["", report.by_tier]];
+  return parts.flatMap(([words, tiers]) => Object.entries(tiers ?? {}).map(([tier, held]) => [words, tier, held]));
+}
+
+export const amounts = (gone) => {
+  const tiers = [...new Set(gone.map(([, tier]) => tier))];
+  return tiers.map((name) => `${count(sum(gone.filter(([, tier]) => tier === name).map(([, , held]) => held.num_records)))} records from ${name}`).join(", ");
+};
+
+export function resultOf(job) {
+  if (job.error) return job.error;
+  const { kind, report, is_dry_run: isDry } = job;
+  if (kind === "deletion" || kind === "gc") {
+    const words = amounts(goneOf(job));
+    if (!words) return isRunning(job) ? "nothing so far" : isDry ? "nothing would go" : "nothing went";
+    return isDry ? `would go: ${words}` : `gone: ${words}`;
+  }
+  if (kind === "verify" && "num_whole" in report) {
+    return [`${count(report.num_whole)} whole`, `${count(report.num_bad)} bad`, report.num_unread && `${count(report.num_unread)} not read`].filter(Boolean).join(", ");
+  }
+  if (kind === "reindex" && "num_records" in report) return `${count(report.num_records)} records listed, ${count(report.num_skipped)} were known`;
+  if (kind === "drain" && "num_records" in report) return `${count(report.num_records)} records written`;
+  return isRunning(job) ? "nothing so far" : "–";
+}
+
+// The report in full.
+export function reportOf(job) {
+  const { kind, report } = job;
+  if (kind === "deletion" || kind === "gc") return garbage(job);
+  const plain = Object.entries(report).filter(([, value]) => typeof value !== "object");
+  const lists = Object.entries(report).filter(([, value]) => Array.isArray(value) && value.length);
+  return [plain.length ? facts(plain.map(([name, value]) => [WORDS[name] ?? name, name.endsWith("bytes") ? bytes(value) : count(value)])) : null,
+    ...lists.map(([name, values]) => listed(WORDS[name] ?? name, values))].filter(Boolean);
+}
+
+const WORDS = {
+  num_records: "records", num_bytes: "bytes", num_whole: "whole", num_bad: "bad, put aside", num_gone: "gone meanwhile", num_unread: "not read",
+  num_skipped: "were known", num_stale: "taken off", bad: "Bad records", unread: "Records that could not be read", namespaces: "Namespaces", unknown_namespaces: "Namespaces that nobody describes",
+};
+
+function listed(title, values) {
+  const text = (value) => (typeof value === "object" ? Object.values(value).join(": ") : String(value));
+  return h("div", {}, h("h3", {}, title), h("ul", { class: "small mono" }, values.slice(0, 100).map((value) => h("li", {}, text(value)))));
+}
+
+// What goes, of a deletion or of garbage.
+export function garbage(job) {
+  const gone = goneOf(job);
+  const { num_pinned: pinned, notes = [], undescribed_namespaces: undescribed = [] } = job.report;
+  return [
+    gone.length ? table("By tier", [...(job.kind === "gc" ? [["what", ([words]) => words]] : []), ["tier", ([, tier]) => tier],
+      ["prefixes", ([, , held]) => count(held.num_boundaries), true], ["records", ([, , held]) => count(held.num_records), true],
+      ["bytes", ([, , held]) => bytes(held.num_bytes), true]], gone) : h("p", {}, isRunning(job) ? "Nothing found so far." : "Nothing of that kind is stored."),
+    pinned > 0 && h("p", {}, badge(`${count(pinned)} stay`, "warn"), " A pin is on them, or on what goes on from them."),
+    ...notes.map((note) => h("p", { class: "quiet" }, note)),
+    undescribed.length > 0 && h("p", { class: "quiet" }, `${count(undescribed.length)} namespaces are left alone: nobody describes them.`),
+  ].filter(Boolean);
+}
