@@ -72,8 +72,8 @@ async def reindex_level(
     meanwhile: what they store and delete they tell themselves, and what was used since the start is not taken off.
 
     Interrupted and called again, it lists again and goes on telling where it was, whatever the tier's order: what the
-    catalog has by then is only read. Needs some 500 bytes of memory for each boundary. Positions and parents are learnt
-    when the records are read.
+    catalog has by then is only read. Every boundary that was listed is remembered until the end
+    (docs/catalog.md tells what that takes). Positions and parents are learnt when the records are read.
 
     Args:
         catalog: Where to tell.

@@ -25,9 +25,9 @@ _TURNS_MAX = 32
 async def family_of(
     catalog: Catalog, namespace: NamespaceId, roots: Set[PrefixHash], *, deadline: Deadline
 ) -> list[PrefixHash]:
-    """Those of some boundaries that are stored, and all stored ones that go on from any of them. Some 64 bytes of
-    memory are needed for each entry of the namespace. A boundary whose parent is not known, as after a reindex until it
-    is read, is not found by its start.
+    """Those of some boundaries that are stored, and all stored ones that go on from any of them. It takes memory for
+    each entry of the namespace: its hash, its parent's, and their order. A boundary whose parent is not known, as after
+    a reindex until it is read, is not found by its start.
     """
     prefixes: list[bytes] = []
     parents: list[Hashes] = []

@@ -39,6 +39,18 @@ _DONE = {
     "DELETE /v1/weights/retired": "weights are served again",
     "DELETE /v1/jobs/": "a job was cancelled",
 }
+_ON_A_TIER = {
+    "pause": "the write-back to the {} tier was paused",
+    "resume": "the write-back to the {} tier was resumed",
+    "drain": "a drain of the write-back to the {} tier was started",
+    "verify": "a verification of the {} tier was started",
+    "reindex": "a reindex of the {} tier was started",
+}
+_DONE |= {
+    f"POST /v1/tiers/{level}/{verb}": words.format(level)
+    for level in ("hot", "cold")
+    for verb, words in _ON_A_TIER.items()
+}
 """What a change is called among the events; others by their method and path."""
 _ASKS = ("/v1/lookup",)
 """Sent as POST because a prompt is too long for an address; changes nothing."""

@@ -115,8 +115,8 @@ async def reindex_tier(
     context: Context, grant: OperatorAdministrator, request: Request, level: LevelText, confirm: Confirm = False
 ) -> JobStatus:
     """Make the catalog tell of what a tier holds, as a job. With `confirm` the catalog is marked as complete
-    afterwards: do so with the last tier. Some 500 bytes of memory are needed for each boundary; for large stores take
-    `kvstore reindex`, which goes on where it was interrupted.
+    afterwards: do so with the last tier. This service remembers what was listed until the end; for large stores take
+    `kvstore reindex`, which has memory of its own and goes on where it was interrupted.
     """
     wanted = _level(context, level)
     request.state.audit = {"marks_complete": confirm}

@@ -208,7 +208,9 @@ async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> N
 
 
 async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None:
-    """Paused, what is saved waits, and a drain is refused; resumed, the drain ends when it has been written."""
+    """Paused, what is saved waits, and a drain is refused; resumed, the drain ends when it has been written. The events
+    tell of all three.
+    """
     prompt = prompt_of("a")
     await made.store.open_namespace(prompt.description, deadline=soon())
     async with made.client("operator") as client:
@@ -227,6 +229,12 @@ async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None
         job = await ended(client, await client.post("/v1/tiers/cold/drain"))
         assert (job["state"], job["kind"]) == ("done", "drain")
         assert (await client.get("/v1/tiers")).json()["tiers"][1]["usage"]["waiting_records"] == 0
+        told = (await client.get("/v1/events", params={"follow": "false", "limit": 3})).json()["events"]
+        assert [event["text"] for event in reversed(told)] == [
+            "the write-back to the cold tier was paused",
+            "the write-back to the cold tier was resumed",
+            "a drain of the write-back to the cold tier was started",
+        ]
         assert (await client.post("/v1/tiers/hot/pause")).status_code == 404
         assert (await client.post("/v1/tiers/memory/pause")).status_code == 422
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
 
 from store_world import fill, slow_tier, soon
 
+from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.format.manifest import pack_manifest
+from kvstore.format.names import format_name, parse_name
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.kinds import FullAttention
+from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.deadline import Deadline
 from kvstore.store.reindexing import ReindexReport, reindex_level
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.tiers.base import Tier
+from kvstore.tiers.base import Entry, Tier
+from kvstore.tiers.memory import MemoryTier
 
 PROMPT = Prompt(ATTENTION, "a", 640)
 
@@ -58,3 +68,46 @@ async def test_a_namespace_that_lost_everything_is_taken_off() -> None:
     assert report.num_records == 0
     assert report.num_stale == len(PROMPT.records())
     assert not books.entries
+
+
+class Listing(MemoryTier):
+    """Lists a record of each of some boundaries, by their names, and has none of them."""
+
+    def __init__(self, prompt: Prompt, num_boundaries: int) -> None:
+        super().__init__(1 << 20)
+        self._prompt = prompt
+        self._num_boundaries = num_boundaries
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        for number in range(self._num_boundaries):
+            prefix = PrefixHash(hashlib.sha256(number.to_bytes(4, "little")).digest())
+            yield Entry(parse_name(format_name(RecordKey(self._prompt.namespace, prefix, 0, 0))), 2_000_000)
+
+
+class Forgetful(DictCatalog):
+    """Keeps nothing of what it is told, so that nothing but the walk takes memory."""
+
+    async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> None:
+        pass
+
+
+async def test_memory_that_a_walk_takes() -> None:
+    """At most 600 bytes for each boundary of a model with one cache group (docs/catalog.md): of two walks the longer
+    takes so much more, so that what does not grow with them is left out.
+    """
+    prompt = Prompt(Layout(64, (GroupLayout(FullAttention(), 1),)), "a", 64)
+
+    async def peak_bytes(num_boundaries: int) -> int:
+        tier = Listing(prompt, num_boundaries)
+        await tier.put_manifest(prompt.namespace, pack_manifest(prompt.description), deadline=soon())
+        tracemalloc.start()
+        try:
+            await reindex_level(Forgetful(CatalogBooks()), tier, Level.COLD, clock=Later())
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    few, many = 2500, 11_000  # at either, the dict of all of them has just grown
+    taken_bytes = (await peak_bytes(many) - await peak_bytes(few)) / (many - few)
+    print(f"{taken_bytes:.0f} bytes of memory for each boundary")
+    assert 400 < taken_bytes < 600

@@ -5,7 +5,7 @@ import { bytes, count, dialog, h, placeholder, say, table } from "./dom.js";
 
 export const SPANS = { 3600: "one hour", 86400: "one day", 604800: "one week", 2592000: "30 days" };
 
-export const refused = (place, error) => place.replaceChildren(h("p", { role: "alert" }, h("span", { class: "badge bad" }, "refused"), ` ${error.message}`));
+export const refused = (place, error) => place.replaceChildren(h("p", { role: "alert" }, h("span", { class: "badge bad" }, error.status ? "refused" : "no answer"), ` ${error.message}`));
 
 export function pin(one, done) {
   const select = h("select", { id: "pin-span" }, Object.entries(SPANS).map(([seconds, text]) => h("option", { value: seconds, selected: seconds === "86400" }, text)));

@@ -43,6 +43,7 @@ export function openJob(id, done) {
 }
 
 function detail(job) {
+  const report = reportOf(job);
   const about = Object.entries(job.about).map(([what, of]) => [what, h("code", {}, of)]);
   return [
     h("p", {}, h("strong", {}, nameOf(job)), " ", badge(...stateOf(job))),
@@ -50,7 +51,7 @@ function detail(job) {
     h("div", { class: "progress" }, progressOf(job)),
     facts([...about, ["asked for by", whoseOf(job)], ["at", clock(1000 * job.created_s)],
       ...(job.ended_s === null ? [] : [["ended", clock(1000 * job.ended_s)]]), ["job", h("code", {}, job.job)]]),
-    h("h3", {}, isRunning(job) ? "So far" : job.is_dry_run ? "What would go" : "What came of it"), ...reportOf(job),
+    report.length > 0 && h("h3", {}, isRunning(job) ? "So far" : job.is_dry_run ? "What would go" : "What came of it"), ...report,
   ].filter(Boolean);
 }
 
