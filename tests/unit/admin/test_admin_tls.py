@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import ssl
+import sys
 from pathlib import Path
 
 import httpx
@@ -16,6 +19,7 @@ from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.wire import tls as tls_module
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ClientTls
+from tests.deployment.files import manifests
 from tests.unit.admin.admin_world import World, soon, world
 
 Certificate = tuple[Path, Path]
@@ -82,6 +86,30 @@ async def test_only_peers_with_a_certificate(tmp_path: Path, ours: Certificate, 
                 with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError, ssl.SSLError)):
                     await get(made, tls, path)
         assert await get(made, ClientTls(ours[0], *ours)) == 200
+
+
+async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> None:
+    """Mutual TLS and tokens: the manifests' probes ask the data port's socket and show nothing; with the service gone
+    they fail.
+    """
+    container = manifests()["DaemonSet", "kvstore"]["spec"]["template"]["spec"]["containers"][0]
+    program, *probe = container["readinessProbe"]["exec"]["command"]
+    assert program == "kvstore"
+
+    async def status() -> int:
+        environment = {**os.environ, "KVSTORE_LISTEN": f"unix:{tmp_path / 'socket'}"}
+        nowhere = asyncio.subprocess.DEVNULL
+        run = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvstore.cli", *probe, "--timeout-s", "60"),
+            env=environment,
+            stdout=nowhere,
+            stderr=nowhere,
+        )
+        return await run.wait()
+
+    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])):
+        assert await status() == 0
+    assert await status() != 0
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
