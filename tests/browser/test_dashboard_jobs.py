@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Locator
 
+from kvstore.format.names import format_name
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from tests.browser.conftest import Visit, Visiting
 from tests.unit.admin.admin_world import World, prompt_of, world
@@ -16,15 +18,20 @@ from tests.unit.admin.admin_world import World, prompt_of, world
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
 OLD = Prompt(ATTENTION, "old", 64 * 3, tenant="red", weights_id="old")
-LARGE = Prompt(HYBRID, "large", 64 * 24, payload_bytes=10_000)
-SLOW = {"bytes_per_s": 25_000}
-"""Some records a second, of a hundred."""
+LARGE = Prompt(HYBRID, "large", 64 * 16, payload_bytes=5_000)
+SLOW = {"bytes_per_s": 12_500}
+"""Two or three records a second, of eighty."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def made(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """A directory with a prompt of retired weights, one that stays, and megabytes to read slowly."""
-    async with world(tmp_path_factory.mktemp("jobs"), with_tokens=False) as opened:
+async def made(folder: Path) -> AsyncIterator[World]:
+    """A directory with a prompt of retired weights, one that stays, and one to read slowly."""
+    async with world(folder, with_tokens=False) as opened:
         for prompt in (OLD, prompt_of("new"), LARGE):
             await opened.save(prompt)
         async with opened.client() as client:
@@ -42,7 +49,7 @@ def row_of(visit: Visit, name: str) -> Locator:
 
 
 async def test_a_job_is_watched_and_cancelled(made: World, visiting: Visiting) -> None:
-    """One that runs: its bar moves by itself, in the list and in its dialog; its end is asked for, and confirmed."""
+    """One that runs: its bar moves by itself; its end is asked for, confirmed, and seen at once."""
     async with made.client() as client, visiting(made.url) as visit:
         job = (await client.post("/v1/tiers/cold/verify", params=SLOW)).json()["job"]
         await visit.open("jobs")
@@ -52,13 +59,13 @@ async def test_a_job_is_watched_and_cancelled(made: World, visiting: Visiting) -
         assert button is not None and await button.evaluate("(one) => one.isConnected")  # changed in place
         await row.get_by_role("button").click()
         dialog = visit.page.get_by_role("dialog")
-        await moved(dialog)
+        await dialog.get_by_role("progressbar").wait_for()
         await visit.shoot_twice("job")
         await press(visit, "Cancel the job…")
         await press(visit, "Let it run")
         assert (await client.get(f"/v1/jobs/{job}")).json()["state"] == "running"
         await press(visit, "Cancel the job…")
-        await visit.shoot_twice("job-cancel")
+        await visit.shoot_as("job-cancel", 390, "dark")
         await press(visit, "Cancel it")
         await visit.page.get_by_text("The job was cancelled.").wait_for()
         await dialog.get_by_text("cancelled", exact=True).wait_for()
@@ -97,19 +104,26 @@ async def test_garbage_is_tried_dry_and_collected(made: World, visiting: Visitin
         assert await visit.page.get_by_role("button", name="Delete for good").is_disabled()
 
 
-async def test_work_on_a_tier(made: World, visiting: Visiting) -> None:
-    """Each is confirmed and shown until it has ended; a paused write-back cannot be drained, and is resumed."""
+async def test_work_on_a_tier(made: World, folder: Path, visiting: Visiting) -> None:
+    """Each is confirmed and shown until it has ended, a damaged record by its name; a paused write-back cannot be
+    drained, and is resumed.
+    """
+    name = format_name(LARGE.key(64))
+    path = folder / "records" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
     async with made.client() as client, visiting(made.url, expected="409") as visit:
         await visit.open("tiers")
         assert await visit.page.get_by_role("button", name="memory").count() == 0
         dialog = visit.page.get_by_role("dialog")
         await press(visit, "Verify… filesystem")
         await visit.page.get_by_label("At most").select_option("1,000 MiB a second")
-        await visit.shoot_twice("verify")
+        await visit.shoot_as("verify", 1280, "dark")
         await press(visit, "Start")
         await dialog.get_by_text("What came of it").wait_for()
         (job, *_) = (await client.get("/v1/jobs")).json()["jobs"]
-        assert (job["kind"], job["report"]["num_bad"]) == ("verify", 0)
+        assert (job["kind"], job["report"]["num_bad"]) == ("verify", 1)
+        await dialog.get_by_text(f"{name}: ").wait_for()
+        await visit.shoot_as("verified", 390, "light")
         assert f"whole\n{job['report']['num_whole']}" in (await dialog.inner_text())
         await press(visit, "Close")
 

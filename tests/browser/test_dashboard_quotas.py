@@ -33,6 +33,25 @@ async def fill(visit: Visit, **texts: str) -> None:
     await visit.page.get_by_role("button", name="Go on…").click()
 
 
+async def check_sizes(visit: Visit) -> None:
+    """The same text is the same number of bytes, or none, in the page and in the command line; what is written for a
+    number is read as it.
+    """
+
+    def read(text: str) -> int | None:
+        try:
+            return parse_bytes(text)
+        except ValueError:
+            return None
+
+    numbers = [0, 1, 1023, 1 << 10, 3 << 29, 10 << 30, 1_000_000_001, 1 << 60]
+    sizes = "import('/dashboard/sizes.js')"
+    found = await visit.page.evaluate(f"async (all) => all.map((await {sizes}).parseBytes)", list(SIZES))
+    assert found == [read(text) for text in SIZES] and None in found
+    texts = await visit.page.evaluate(f"async (all) => all.map((await {sizes}).typedBytes)", numbers)
+    assert [parse_bytes(text) for text in texts] == numbers and "10GiB" in texts
+
+
 async def test_a_quota_is_set_and_withdrawn(made: World, visiting: Visiting) -> None:
     """Typed as the command line takes it, shown once more before it is ordered; withdrawn, the settings count again."""
     async with made.client() as client, visiting(made.url) as visit:
@@ -40,20 +59,21 @@ async def test_a_quota_is_set_and_withdrawn(made: World, visiting: Visiting) -> 
         (before,) = (await client.get("/v1/quotas")).json()["quotas"]
         await visit.open("tenants")
         await page.get_by_role("button", name="Change the quota of red").click()
+        await check_sizes(visit)
         assert await page.get_by_label("Maximum").input_value() == "2MiB"
         assert await page.get_by_role("button", name="Withdraw it…").count() == 0
         await visit.shoot_twice("quota")
         await fill(visit, guaranteed="1.5 MiB", maximum="4mib")
         await page.get_by_text("4.0 MiB (4,194,304 bytes)").wait_for()
         assert (await client.get("/v1/quotas/red")).json() == before
-        await visit.shoot_twice("quota-confirm")
+        await visit.shoot_as("quota-confirm", 390, "dark")
         await page.get_by_role("button", name="Set the quota").click()
         await page.get_by_text("of 4.0 MiB, 1.5 MiB guaranteed").wait_for()
         told = (await client.get("/v1/quotas/red")).json()
         assert told == {**before, "guaranteed_bytes": 3 << 19, "maximum_bytes": 4 << 20, "is_ordered": True}
         await page.get_by_role("button", name="Change the quota of red").click()
         await page.get_by_role("button", name="Withdraw it…").click()
-        await visit.shoot_twice("quota-withdraw")
+        await visit.shoot_as("quota-withdraw", 1280, "light")
         await page.get_by_role("button", name="Withdraw it", exact=True).click()
         await page.get_by_text("of 2.0 MiB, 1.0 MiB guaranteed").wait_for()
         assert (await client.get("/v1/quotas/red")).json() == before
@@ -72,6 +92,7 @@ async def test_what_is_typed_wrong_is_named(made: World, visiting: Visiting) -> 
             ({"tenant": "blue", "guaranteed": "10 gigs"}, "Guaranteed", "expected bytes, like 8GiB, 500MB or 1048576"),
             ({"guaranteed": "2GiB"}, "Maximum", "it is less than what is guaranteed"),
             ({"maximum": "0"}, "Maximum", "expected more than nothing"),
+            ({"maximum": "8PiB"}, "Maximum", "expected less than 8PiB"),
             ({"guaranteed": "", "maximum": ""}, "Guaranteed", "for neither, type 0"),
         )
         for texts, label, words in wrongs:
@@ -91,22 +112,3 @@ async def test_what_is_typed_wrong_is_named(made: World, visiting: Visiting) -> 
         await page.get_by_role("button", name="Change the quota of team/green?").wait_for()
         told = (await client.get("/v1/quotas/team%2Fgreen%3F")).json()
         assert (told["guaranteed_bytes"], told["maximum_bytes"], told["is_ordered"]) == (0, 8 << 30, True)
-
-
-async def test_sizes_are_read_as_by_the_command_line(made: World, visiting: Visiting) -> None:
-    """The same text is the same number of bytes, or none, in both; what is written for a number is read as it."""
-
-    def read(text: str) -> int | None:
-        try:
-            return parse_bytes(text)
-        except ValueError:
-            return None
-
-    numbers = [0, 1, 1023, 1 << 10, 3 << 29, 10 << 30, 1_000_000_001, 1 << 60]
-    async with visiting(made.url) as visit:
-        await visit.open("tenants")
-        sizes = "import('/dashboard/sizes.js')"
-        found = await visit.page.evaluate(f"async (all) => all.map((await {sizes}).parseBytes)", list(SIZES))
-        assert found == [read(text) for text in SIZES] and None in found
-        texts = await visit.page.evaluate(f"async (all) => all.map((await {sizes}).typedBytes)", numbers)
-        assert [parse_bytes(text) for text in texts] == numbers and "10GiB" in texts

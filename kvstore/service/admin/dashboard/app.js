@@ -39,7 +39,9 @@ async function show({ isAgain = false } = {}) {
     shown = "";
     main.replaceChildren(loading());
   }
-  const context = { ask: (path, options = {}) => ask(path, { ...options, signal: mine.end.signal }), query, signal: mine.end.signal, refresh: () => show({ isAgain: true }) };
+  let isKept = Boolean(VIEWS[name].isLive);
+  const context = { ask: (path, options = {}) => ask(path, { ...options, signal: mine.end.signal }), query, signal: mine.end.signal, refresh: () => show({ isAgain: true }),
+    keepUp: () => { isKept = true; } }; // the view looks again by itself, and calls refresh when it does no more
   try {
     const parts = await VIEWS[name].view(context);
     if (mine !== current) return;
@@ -58,7 +60,7 @@ async function show({ isAgain = false } = {}) {
     }
     failed(error, name);
   }
-  if (!VIEWS[name].isLive || shown !== name) mine.timer = setTimeout(again, AGAIN_MS);
+  if (!isKept || shown !== name) mine.timer = setTimeout(again, AGAIN_MS);
 }
 
 // What is typed, opened or chosen is not taken away by a refresh.

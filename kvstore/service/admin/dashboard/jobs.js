@@ -6,7 +6,7 @@ import { collectGarbage, openJob } from "./running.js";
 
 const LOOK_MS = 1000; // while something runs
 
-export async function view({ ask, signal, refresh }) {
+export async function view({ ask, signal, refresh, keepUp }) {
   const { jobs } = await ask("/v1/jobs");
   signal.throwIfAborted();
   const head = h("div", { class: "title" }, h("h1", {}, "Jobs"), h("div", { class: "controls" },
@@ -16,7 +16,10 @@ export async function view({ ask, signal, refresh }) {
       "Deletions of much, garbage collections and work on tiers appear here while they run, and for an hour after; a restart of the service forgets them."))];
   }
   const lines = new Map(jobs.map((job) => [job.job, line(job)]));
-  if (jobs.some(isRunning)) keepUp(lines, ask, signal, refresh);
+  if (jobs.some(isRunning)) {
+    keepUp();
+    look(lines, ask, signal, refresh);
+  }
   return [head, h("section", { class: "card" }, table("Jobs", [
     ["job", ({ job }) => h("button", { type: "button", class: "plain", "data-key": job.job, onclick: () => openJob(job.job, refresh) }, nameOf(job))],
     ["about", ({ job }) => aboutOf(job)],
@@ -40,7 +43,7 @@ function line(job) {
   return { job, state, progress, result, update };
 }
 
-async function keepUp(lines, ask, signal, refresh) {
+async function look(lines, ask, signal, refresh) {
   for (;;) {
     await new Promise((done) => { setTimeout(done, LOOK_MS); });
     if (signal.aborted) return;
@@ -48,11 +51,11 @@ async function keepUp(lines, ask, signal, refresh) {
     let jobs;
     try { ({ jobs } = await ask("/v1/jobs")); } catch { jobs = []; }
     if (signal.aborted) return;
-    if (jobs.length !== lines.size || !jobs.every(({ job }) => lines.has(job))) { // others, or no answer: all of it anew
+    const isSame = jobs.length === lines.size && jobs.every(({ job }) => lines.has(job));
+    if (!isSame || !jobs.some(isRunning)) { // others, no answer, or nothing more to wait for: all of it anew
       refresh();
       return;
     }
     for (const job of jobs) lines.get(job.job).update(job);
-    if (!jobs.some(isRunning)) return;
   }
 }

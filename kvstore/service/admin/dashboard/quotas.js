@@ -7,6 +7,7 @@ import { parseBytes, typedBytes } from "./sizes.js";
 
 const TENANT = /^[!-~]{1,128}$/;
 const SIZE = "expected bytes, like 8GiB, 500MB or 1048576";
+const TOO_LARGE = "expected less than 8PiB"; // beyond, a page's numbers are not exact
 const path = (tenant) => `/v1/quotas/${encodeURIComponent(tenant)}`;
 const exact = (value) => (value === null ? "no limit of its own" : value ? `${bytes(value)} (${count(value)} bytes)` : "nothing");
 
@@ -16,7 +17,9 @@ function read({ tenant, guaranteed, maximum }) {
   if (!TENANT.test(tenant)) wrong.tenant = "expected up to 128 letters, digits and signs without spaces, as the credentials file names it";
   const [least, most] = [guaranteed, maximum].map((text) => (text ? parseBytes(text) : undefined));
   if (least === null) wrong.guaranteed = SIZE;
+  if (least > Number.MAX_SAFE_INTEGER) wrong.guaranteed = TOO_LARGE;
   if (most === null) wrong.maximum = SIZE;
+  else if (most > Number.MAX_SAFE_INTEGER) wrong.maximum = TOO_LARGE;
   else if (most === 0) wrong.maximum = "expected more than nothing; leave it empty for no limit";
   else if (most !== undefined && !wrong.guaranteed && most < (least ?? 0)) wrong.maximum = "it is less than what is guaranteed";
   if (!guaranteed && !maximum) wrong.guaranteed = "expected a size here or below; for neither, type 0";
