@@ -15,15 +15,16 @@ from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.store.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.gather import gather_all
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
 from migrations.plan import Step, Verdict
-from migrations.store import Store, soon
+from migrations.store import Listed, Store, soon
 
 __all__ = ["Copier", "Progress", "Walk"]
 
 T = TypeVar("T")
 
-_IN_FLIGHT = 16
+_IN_FLIGHT = 32
 _OFF_LOOP_BYTES = 256 << 10
 _COPIED_TOGETHER = 128
 """Records that are told of and noted in one go: as much work is lost at most when a run is killed."""
@@ -87,22 +88,28 @@ class Copier:
         self._rate = rate
 
     async def copy_namespace(
-        self, state: State, level: Level, description: NamespaceDescription, held: dict[RecordKey, int]
+        self, state: State, level: Level, description: NamespaceDescription, everything: Mapping[Level, Listed]
     ) -> None:
-        """Copy the records of a namespace at a level, sheet by sheet."""
+        """Copy the records of a namespace at a level, sheet by sheet.
+
+        Args:
+            state: Of the migration.
+            level: Where.
+            description: The namespace.
+            everything: What stood at each level when this run began: nothing is asked for record by record.
+        """
         namespace = description.id
+        held = everything[level][namespace]
+        lasting = everything[self._store.lasting_level].get(namespace, {})
         await self._store.catalog.register(namespace, description.layout(), description.tenant, deadline=soon())
         walk = await self.walk(level, description, state, len(held), is_new=True)
         shares: list[list[RecordKey]] = [[] for _ in walk.sheets]
         for key in held:
             shares[sheet_of(key, len(walk.sheets))].append(key)
         for number, (sheet, keys) in enumerate(zip(walk.sheets, shares, strict=True)):
-            before = dict(sheet)
-            there = await self._store.standing(level, list(sheet.values()))
-            for old, new in before.items():
-                if new not in there:  # it was lost since: it is copied again
-                    del sheet[old]
-                    walk.made.discard(new)
+            lost = [old for old, new in sheet.items() if new not in held and new not in lasting]
+            for old in lost:  # it is copied again, if it is still there
+                walk.made.discard(sheet.pop(old))
             todo = [key for key in keys if key not in sheet and key not in walk.made]
             self._progress.totals["copied_before"] += sum(key in sheet for key in keys)
             for start in range(0, len(todo), _COPIED_TOGETHER):
@@ -111,7 +118,7 @@ class Copier:
                     sheet[old] = new
                     walk.made.add(new)
                 await self._write_sheet(walk, number)
-            if not todo and sheet != before:
+            if lost and not todo:
                 await self._write_sheet(walk, number)
 
     async def _write_sheet(self, walk: Walk, number: int) -> None:
@@ -213,10 +220,10 @@ class Copier:
             state.sheets[name] = num_sheets(num_records)
             await self._store.retry(lambda: self._journal.write(state))
             self._progress.on_step("sheets planned")
-        sheets = [
-            await self._store.retry(lambda n=number: self._journal.sheet(level, description.id, n))
+        sheets = await gather_all(
+            self._store.retry(lambda n=number: self._journal.sheet(level, description.id, n))
             for number in range(state.sheets[name])
-        ]
+        )
         return Walk(level, description, sheets, {new for sheet in sheets for new in sheet.values()})
 
 

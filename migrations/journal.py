@@ -173,7 +173,6 @@ def sheets_name(level: Level, namespace: NamespaceId) -> str:
     return f"{level.name} {namespace.hex()}"
 
 
-def namespaces_of(state: State, level: Level) -> list[NamespaceId]:
-    """Of which a level has sheets."""
-    names = (name.split() for name in state.sheets)
-    return sorted(NamespaceId(bytes.fromhex(namespace)) for at, namespace in names if at == level.name)
+def namespaces_of(state: State) -> list[NamespaceId]:
+    """Of which there are sheets."""
+    return sorted({NamespaceId(bytes.fromhex(name.split()[1])) for name in state.sheets})

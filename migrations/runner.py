@@ -1,26 +1,26 @@
 """Carries a step out: copy, verify, then remove, under a lease, at a rate, from wherever an earlier run was killed.
 
-Nothing is removed before its new record was read back and compared, and stands where the old one does. So a run may be
-killed at any moment: the next one finds every record, under its old name, its new one, or both.
+Nothing is removed before its new record was read back and compared, and stands where it can be relied on. So a run may
+be killed at any moment: the next one finds every record, under its old name, its new one, or both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.catalog.base import Catalog, LeaveReason, Removal
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.store.verification import ByteRate
 from kvstore.tiers.base import Tier
 from migrations.copying import Copier, Progress
 from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
 from migrations.lease import alone
 from migrations.plan import Step
-from migrations.store import Store, soon
+from migrations.store import Listed, Store, soon
 
 __all__ = ["Plan", "Runner"]
 
@@ -91,9 +91,9 @@ class Runner:
         """What there is to look at, by tier and tenant. Lists names, reads no record, writes nothing."""
         plans = []
         state = await self._journal.state()
-        for level, tier in self._store.tiers.items():
+        for level, listed in (await self._store.listed()).items():
             counts: dict[str, list[int]] = {}
-            for namespace, held in (await self._store.listed(tier)).items():
+            for namespace, held in listed.items():
                 description = await self._store.describe(namespace)
                 if description is None or self._step.target(description.tenant) is None:
                     continue
@@ -103,6 +103,7 @@ class Runner:
                 row[1] += len(held)
                 row[2] += sum(held.values())
                 row[3] += sum(old in held for sheet in walk.sheets for old in sheet)
+            tier = self._store.tiers[level]
             plans += [Plan(tier.name, tenant, *row) for tenant, row in sorted(counts.items())]
         return plans
 
@@ -116,13 +117,18 @@ class Runner:
         If cancelled or killed, the next run goes on.
         """
         async with alone(self._ownership, self._lease_s):
-            state = await self._begin()
-            await self._copy_all(state)
+            state = await self._journal.state()
+            if state is not None and state.is_open:
+                self._agree(state)
+            everything = await self._store.listed()
+            if state is None or not state.is_open:
+                state = await self._begin(everything)
+            await self._copy_all(state, everything)
             await self._end(state, Phase.REMOVING if state.phase is Phase.REMOVING else Phase.COPIED)
             return state
 
     async def finish(self) -> State:
-        """Copy what came since, then remove each old record whose new one stands where it does.
+        """Copy what came since, then remove each old record whose new one stands where it can be relied on.
 
         Raises:
             InvalidRequest: Nothing was copied yet.
@@ -135,12 +141,16 @@ class Runner:
             if state is None or state.phase not in (Phase.COPIED, Phase.REMOVING):
                 raise InvalidRequest("there is nothing to finish: run the migration first", field="migration")
             self._agree(state)
-            await self._copy_all(state)
+            everything = await self._store.listed()
+            await self._copy_all(state, everything)
             await self._write(state, Phase.REMOVING)
-            for level in reversed(self._store.tiers):  # the quick tier first: no copy of a removed record is left there
-                for namespace in namespaces_of(state, level):
-                    await self._remove(state, level, namespace)
-            await self._end(state, Phase.REMOVING if self._progress.totals["kept"] else Phase.DONE)
+            for namespace in namespaces_of(state):
+                await self._remove(state, namespace, everything)
+            if self._progress.totals["kept"]:
+                await self._end(state, Phase.REMOVING)
+            else:
+                await self._empty_sheets(state)
+                await self._end(state, Phase.DONE)
             return state
 
     async def abort(self) -> State:
@@ -155,23 +165,16 @@ class Runner:
                 raise InvalidRequest("there is no migration to abort", field="migration")
             if state.phase is Phase.REMOVING:
                 raise InvalidRequest("old records are being removed already: finish it", field="migration")
-            for level in self._store.tiers:
-                for namespace in namespaces_of(state, level):
-                    for number in range(state.sheets[sheets_name(level, namespace)]):
-                        await self._journal.write_sheet(level, namespace, number, {})
+            await self._empty_sheets(state)
             await self._end(state, Phase.ABORTED)
             return state
 
     # the lease and the state
 
-    async def _begin(self) -> State:
-        state = await self._journal.state()
-        if state is not None and state.is_open:
-            self._agree(state)
-            return state
+    async def _begin(self, everything: Mapping[Level, Listed]) -> State:
         targets = {}
-        for tier in self._store.tiers.values():
-            for namespace in await self._store.listed(tier):
+        for listed in everything.values():
+            for namespace in listed:
                 description = await self._store.describe(namespace)
                 if description is not None and (target := self._step.target(description.tenant)) is not None:
                     targets[description.tenant] = target
@@ -207,8 +210,7 @@ class Runner:
 
     # copying
 
-    async def _copy_all(self, state: State) -> None:
-        everything = {level: await self._store.listed(tier) for level, tier in self._store.tiers.items()}
+    async def _copy_all(self, state: State, everything: Mapping[Level, Listed]) -> None:
         self._progress.num_expected = sum(len(held) for listed in everything.values() for held in listed.values())
         for level, listed in everything.items():
             for namespace, held in sorted(listed.items()):
@@ -216,31 +218,42 @@ class Runner:
                 if description is None:
                     self._progress.totals["unknown"] += len(held)
                 elif self._step.target(description.tenant) is not None:
-                    await self._copier.copy_namespace(state, level, description, held)
+                    await self._copier.copy_namespace(state, level, description, everything)
 
     # removing
 
-    async def _remove(self, state: State, level: Level, namespace: NamespaceId) -> None:
-        """Remove the old records of a namespace from a level, sheet by sheet."""
-        tier = self._store.tiers[level]
-        for number in range(state.sheets[sheets_name(level, namespace)]):
-            sheet = await self._store.retry(lambda n=number: self._journal.sheet(level, namespace, n))
-            if not sheet:
-                continue
-            there = await self._store.to_rely_on(level, list(sheet.values()))
-            gone, kept = [], {}
-            for old, new in sheet.items():
-                if new in there:
-                    gone.append(old)
-                else:
-                    kept[old] = new
-            await self._store.retry(lambda keys=gone: tier.delete_all(keys, deadline=soon()))
-            self._progress.on_step("deleted")
-            removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in gone]
-            await self._store.retry(lambda told=removals: self._store.catalog.remove(told, deadline=soon()))
+    async def _remove(self, state: State, namespace: NamespaceId, everything: Mapping[Level, Listed]) -> None:
+        """Remove the old records of a namespace, sheet by sheet. Sheets stay as they are until all is removed: a run
+        that goes on knows by them, and by what is still there, what is left to do.
+        """
+        there = await self._store.to_rely_on(namespace)
+        for level in reversed(self._store.tiers):  # the quick tier first: no copy of a removed record is left there
+            held = everything[level].get(namespace, {})
+            for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
+                sheet = await self._store.retry(lambda at=level, n=number: self._journal.sheet(at, namespace, n))
+                done_for = [old for old, new in sheet.items() if new in there]
+                await self._remove_records(level, done_for, [old for old in done_for if old in held])
+                self._progress.totals["kept"] += sum(old in held and new not in there for old, new in sheet.items())
+                self._progress.tell()
+
+    async def _remove_records(self, level: Level, told: Sequence[RecordKey], held: Sequence[RecordKey]) -> None:
+        """Remove records that are `held`; the catalog is told first, so that none that it names is missed, and of all
+        that ever were: others may have gone by themselves.
+        """
+        removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in told]
+        if removals:
+            await self._store.retry(lambda: self._store.catalog.remove(removals, deadline=soon()))
             self._progress.on_step("untold")
-            await self._store.retry(lambda n=number, s=kept: self._journal.write_sheet(level, namespace, n, s))
-            self._progress.on_step("sheet removed")
-            self._progress.totals["removed"] += len(gone)
-            self._progress.totals["kept"] += len(kept)
-            self._progress.tell()
+        if held:
+            await self._store.retry(lambda: self._store.tiers[level].delete_all(held, deadline=soon()))
+            self._progress.on_step("deleted")
+        self._progress.totals["removed"] += len(held)
+
+    async def _empty_sheets(self, state: State) -> None:
+        for level in self._store.tiers:
+            for namespace in namespaces_of(state):
+                for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
+                    await self._store.retry(
+                        lambda at=level, name=namespace, n=number: self._journal.write_sheet(at, name, n, {})
+                    )
+                    self._progress.on_step("sheet emptied")

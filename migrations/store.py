@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
 from kvstore.catalog.base import Catalog
@@ -22,7 +22,6 @@ T = TypeVar("T")
 _CALL_S = 30.0
 _ATTEMPTS = 5
 _PAUSE_S = 0.5
-_HEADS_AT_ONCE = 512
 
 Listed = dict[NamespaceId, dict[RecordKey, int]]
 """Records and their bytes."""
@@ -42,21 +41,28 @@ class Store:
 
     Attributes:
         tiers: The cold one first.
-        lasting: The one that loses nothing by itself, as far as there is one.
+        lasting_level: The one that loses nothing by itself, as far as there is one.
     """
 
     def __init__(self, tiers: Mapping[Level, Tier], catalog: Catalog) -> None:
         self.tiers = {level: tiers[level] for level in (Level.COLD, Level.HOT) if level in tiers}
-        self.lasting = next(iter(self.tiers.values()))
+        self.lasting_level = next(iter(self.tiers))
         self.catalog = catalog
         self._descriptions: dict[NamespaceId, NamespaceDescription | None] = {}
 
-    async def listed(self, tier: Tier) -> Listed:
-        """All records of a tier, by namespace."""
-        listed: Listed = {}
-        async for entry in tier.scan():
-            listed.setdefault(entry.key.namespace, {})[entry.key] = entry.num_bytes
-        return listed
+    @property
+    def lasting(self) -> Tier:
+        """The tier at `lasting_level`."""
+        return self.tiers[self.lasting_level]
+
+    async def listed(self) -> dict[Level, Listed]:
+        """All records of all tiers."""
+        return {level: await self.retry(lambda at=tier: _listed(at)) for level, tier in self.tiers.items()}
+
+    async def to_rely_on(self, namespace: NamespaceId) -> Collection[RecordKey]:
+        """Those records for whose sake others may be removed from any level: the quick one may let its own go."""
+        listed = await self.retry(lambda: _listed(self.lasting, namespace))
+        return listed.get(namespace, {})
 
     async def describe(self, namespace: NamespaceId) -> NamespaceDescription | None:
         """What a namespace is; `None`: its manifest is nowhere."""
@@ -68,27 +74,6 @@ class Store:
                     found = parse_manifest(data, namespace)
             self._descriptions[namespace] = found
         return self._descriptions[namespace]
-
-    async def heads(self, tier: Tier, keys: Sequence[RecordKey]) -> set[RecordKey]:
-        """Those of the records that are there."""
-        there: set[RecordKey] = set()
-        for start in range(0, len(keys), _HEADS_AT_ONCE):
-            some = keys[start : start + _HEADS_AT_ONCE]
-            sizes = await self.retry(lambda asked=some: tier.head(asked, deadline=soon()))
-            there |= {key for key, size in zip(some, sizes, strict=True) if size is not None}
-        return there
-
-    async def standing(self, level: Level, keys: Sequence[RecordKey]) -> set[RecordKey]:
-        """Those of the records that a level has, and of those that the cold one has, where the quick one gets them."""
-        there = await self.heads(self.tiers[level], keys)
-        cold = self.tiers.get(Level.COLD)
-        if level is Level.HOT and cold is not None:
-            there |= await self.heads(cold, [key for key in keys if key not in there])
-        return there
-
-    async def to_rely_on(self, level: Level, keys: Sequence[RecordKey]) -> set[RecordKey]:
-        """Those of the records for whose sake others may be removed from a level: the quick one may let its own go."""
-        return await self.heads(self.tiers.get(Level.COLD, self.tiers[level]), keys)
 
     async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """A call, tried several times: a tier that is away for a moment does not end hours of work.
@@ -104,3 +89,10 @@ class Store:
                     raise
                 await asyncio.sleep(_PAUSE_S * 2**attempt)
         raise AssertionError("not reached")
+
+
+async def _listed(tier: Tier, namespace: NamespaceId | None = None) -> Listed:
+    listed: Listed = {}
+    async for entry in tier.scan(namespace):
+        listed.setdefault(entry.key.namespace, {})[entry.key] = entry.num_bytes
+    return listed

@@ -1,7 +1,8 @@
 """`python -m tests.migrations.killed_run`: runs of a migration of the environment's settings that kill themselves.
 
-Each line of its input, `VERB COUNT`, is one run in a process of its own, forked from this one, which has imported all.
-The run ends by SIGKILL at the COUNTth point at which it may, or not at all. A line of JSON tells how it ended.
+Each line of its input, `VERB COUNT WORD`, is one run in a process of its own, forked from this one, which has imported
+all. The run ends by SIGKILL at the COUNTth of its steps of that word (of any, where none is given), or not at all. A
+line of JSON tells how it ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 
 import kvstore.catalog.ownership_redis
 import kvstore.catalog.redis
@@ -25,23 +27,23 @@ from migrations.copying import Progress
 LEASE_S = 0.5
 
 
-async def run(verb: str, count: int) -> dict[str, object]:
-    words: list[str] = []
+async def run(verb: str, count: int, last: str) -> dict[str, object]:
+    steps: Counter[str] = Counter()
 
     def on_step(word: str) -> None:
-        words.append(word)
-        if len(words) == count:
+        steps[word] += 1
+        if (steps[last] if last else steps.total()) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async with open_runner(load_settings(), progress=Progress(on_step=on_step), lease_s=LEASE_S) as runner:
         state = await (runner.copy() if verb == "copy" else runner.finish())
-    return {"words": sorted(set(words)), "steps": len(words), "totals": state.totals, "phase": state.phase.value}
+    return {"steps": dict(steps), "totals": state.totals, "phase": state.phase.value}
 
 
-def child(verb: str, count: int, answer: int) -> int:
+def child(verb: str, count: int, last: str, answer: int) -> int:
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: killed when its parent ends
     try:
-        os.write(answer, json.dumps(asyncio.run(run(verb, count))).encode())
+        os.write(answer, json.dumps(asyncio.run(run(verb, count, last))).encode())
     except Exception:  # noqa: BLE001 - a run's top: what it raised is told, not lost with the process
         traceback.print_exc()
         return 1
@@ -50,11 +52,11 @@ def child(verb: str, count: int, answer: int) -> int:
 
 def main() -> None:
     for line in sys.stdin:
-        verb, count = line.split()
+        verb, count, *words = line.split()
         answer, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os._exit(child(verb, int(count), writing))
+            os._exit(child(verb, int(count), " ".join(words), writing))
         os.close(writing)
         with os.fdopen(answer, "rb") as reader:
             text = reader.read()

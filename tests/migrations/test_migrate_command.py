@@ -17,6 +17,7 @@ import pytest
 from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
+from kvstore.cli.migrate import open_runner
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import UnsupportedFormat
@@ -28,6 +29,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
+from migrations.copying import Progress
 from migrations.journal import _place
 from migrations.plan import Verdict
 from migrations.versions.m0001_initial import InitialStep
@@ -237,6 +239,47 @@ def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(
     assert status == 0
     assert sum(ran["migration"]["totals"].values()) >= NUM  # type: ignore[index, attr-defined]
     assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("word", "num_left"), [("state removing", 2), ("untold", 2), ("deleted", 1), ("sheet emptied", 0)]
+)
+def test_what_a_run_was_cut_off_from_is_done_by_the_next_without_reading_again(
+    keys: Path, capsys: pytest.CaptureFixture[str], word: str, num_left: int
+) -> None:
+    """Of two namespaces: a `finish` that goes on looks at what is left alone. A copy that was lost is made again."""
+    prompts = (PROMPT, replace(PROMPT, model="another"))
+    in_loop(save(*prompts))
+    write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
+    assert run(capsys, "run")[0] == 0
+    lost = tenant_key(1, "red").named(PROMPT.records()[0].key)
+
+    async def lose() -> None:
+        async with open_tier(load_settings().cold, load_settings(), is_owner=True) as tier:
+            assert await tier.delete(lost, deadline=soon())
+
+    in_loop(lose())
+    assert run(capsys, "run")[1]["migration"]["totals"] == {"copied_before": 2 * NUM - 1, "rewritten": 1}  # type: ignore[index]
+
+    class CutOff(Exception):
+        pass
+
+    def on_step(seen: str) -> None:
+        if seen == word:
+            raise CutOff
+
+    async def finish() -> None:
+        async with open_runner(load_settings(), progress=Progress(on_step=on_step)) as runner:
+            await runner.finish()
+
+    with pytest.raises(CutOff):
+        in_loop(finish())
+    status, ran, _ = run(capsys, "finish")
+    assert (status, ran["migration"]["phase"]) == (0, "done")  # type: ignore[index]
+    left = {"copied_before": num_left * NUM, "removed": num_left * NUM} if num_left else {"current": NUM}
+    assert ran["migration"]["totals"] == left  # type: ignore[index]
+    for prompt in prompts:
+        assert in_loop(resumes(prompt)) == prompt.num_tokens
 
 
 def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:

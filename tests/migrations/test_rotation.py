@@ -8,9 +8,10 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from kvstore.store.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
+from migrations.journal import num_sheets
 
 pytestmark = pytest.mark.servers
 
@@ -66,14 +68,14 @@ class Fleet:
             assert isinstance(store, EncryptedStore)
             yield store
 
-    async def run(self, verb: str, count: int = 0) -> dict[str, object] | None:
-        """A run of its own process; `None`: it was killed at that point."""
+    async def run(self, verb: str, count: int = 0, word: str = "") -> dict[str, object] | None:
+        """A run of its own process; `None`: it was killed at its `count`th step, of those of that word."""
         if self.runs is None:
             command = (sys.executable, "-m", "tests.migrations.killed_run")
             pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
             self.runs = await asyncio.create_subprocess_exec(*command, env={**os.environ, **self.environment}, **pipes)
         assert self.runs.stdin is not None and self.runs.stdout is not None
-        self.runs.stdin.write(f"{verb} {count}\n".encode())
+        self.runs.stdin.write(f"{verb} {count} {word}\n".encode())
         told = json.loads(await self.runs.stdout.readline())
         if told["code"] == -signal.SIGKILL:
             return None
@@ -115,12 +117,13 @@ async def save(store: EncryptedStore, prompts: Sequence[Prompt]) -> None:
                 outcome = await store.save(record, ack=Ack.COLD, deadline=soon())
                 assert outcome in (SaveOutcome.STORED, SaveOutcome.EXISTS)
 
-    for prompt in prompts:
-        await store.open_namespace(prompt.description, deadline=soon())
+    for description in {prompt.namespace: prompt.description for prompt in prompts}.values():
+        await store.open_namespace(description, deadline=soon())
     async with asyncio.TaskGroup() as group:
         for prompt in prompts:
             group.create_task(one(prompt))
-    assert await store.drain(soon()) == 0
+    while await store.drain(soon()):  # many take more than a minute
+        pass
 
 
 async def check_exact(store: EncryptedStore, prompt: Prompt) -> None:
@@ -181,70 +184,138 @@ def red_prompts(num_records: int) -> list[Prompt]:
     return [replace(prompt, model=f"model {number % 2}") for number, prompt in enumerate(prompts)]
 
 
+Point = tuple[int, str]
+"""Where a run is killed: at its so manieth step of that word; of any, where there is none."""
+
+
+async def run_over_kills(fleet: Fleet, verb: str, points: Sequence[Point], seen: Counter[str]) -> dict[str, object]:
+    """Runs of one verb: one is killed at each of the points, the last one ends. Returns what that one says."""
+    for count, word in points:
+        done = await fleet.run(verb, count, word)
+        if done is not None:
+            return done
+        seen[f"{verb} killed at {word}".removesuffix(" at ")] += 1
+    return await told(fleet, verb)
+
+
+async def told(fleet: Fleet, verb: str) -> dict[str, object]:
+    """What a run says that is not killed."""
+    done = await fleet.run(verb)
+    assert done is not None
+    return done
+
+
 async def rotate(
-    fleet: Fleet, num_records: int, kill_points: Sequence[int], finish_points: Sequence[int]
+    fleet: Fleet, num_records: int, copy_points: Sequence[Point], finish_points: Sequence[Point]
 ) -> Counter[str]:
     """Save, change the keys, copy and finish with a kill at each of the points, read all the while.
 
-    Args:
-        kill_points: How many steps each run of the copying takes before it is killed.
-        finish_points: Likewise of the removing.
-
     Returns:
-        How often a run was killed in each verb, and how many prompts were read.
+        How often a run was killed, by verb and word, how many prompts were read meanwhile, and seconds.
     """
     prompts = red_prompts(num_records)
     others = [Prompt(ATTENTION, f"other {number}", 128, tenant="blue", payload_bytes=600) for number in range(3)]
     seen: Counter[str] = Counter()
     async with fleet.service() as store:
-        await save(store, prompts)
-        await save(store, others)
+        with timed(seen, "save"):
+            await save(store, prompts)
+            await save(store, others)
         write_keys(fleet.keys, AFTER + BLUE)
         store._keys.refresh()
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(read_on(store, prompts, stop))
-            for verb, points in (("copy", kill_points), ("finish", finish_points)):
-                for count in points:
-                    done = await fleet.run(verb, count)
-                    if done is not None:
-                        break
-                    seen[f"killed in {verb}"] += 1
-                done = await fleet.run(verb)
-                assert done is not None
-                assert done["phase"] == ("copied" if verb == "copy" else "done")
+            for verb, points, phase in (("copy", copy_points, "copied"), ("finish", finish_points, "done")):
+                with timed(seen, verb):
+                    done = await run_over_kills(fleet, verb, points, seen)
+                assert done["phase"] == phase
                 totals = done["totals"]
                 assert isinstance(totals, dict)
                 assert not {"failed", "full", "busy", "unknown", "kept", "refused", "foreign"} & totals.keys(), totals
             stop.set()
         seen["read"] = reading.result()
-    await check_complete(fleet, prompts, others)
-    write_keys(fleet.keys, [("red", 2, 2), *BLUE])  # the old key is not needed any more, and nobody misses it
-    async with fleet.service() as store:
-        for prompt in (*prompts, *others):
-            await store.open_namespace(prompt.description, deadline=soon())
-            await check_exact(store, prompt)
-        for record in others[0].records():
-            assert await store.save(record, deadline=soon()) is SaveOutcome.EXISTS
+    with timed(seen, "check"):
+        await check_complete(fleet, prompts, others)
+        write_keys(fleet.keys, [("red", 2, 2), *BLUE])  # the old key is not needed any more, and nobody misses it
+        async with fleet.service() as store:
+            for description in {prompt.namespace: prompt.description for prompt in (*prompts, *others)}.values():
+                await store.open_namespace(description, deadline=soon())
+            for prompt in (*prompts, *others):
+                await check_exact(store, prompt)
+            for record in others[0].records():
+                assert await store.save(record, deadline=soon()) is SaveOutcome.EXISTS
     return seen
+
+
+@contextmanager
+def timed(seen: Counter[str], what: str) -> Iterator[None]:
+    """Note how long a part took; it is said at once too, for who waits for a long one."""
+    started_s = time.monotonic()
+    yield
+    seen[f"{what}_s"] = round(time.monotonic() - started_s)
+    print(f"{what}: {seen[f'{what}_s']} s", file=sys.__stderr__, flush=True)
 
 
 async def test_a_change_of_keys_that_is_killed_goes_on_and_is_read_throughout(fleet: Fleet) -> None:
     """Few records; runs killed at a first step, in the middle of copying, and in the middle of removing."""
-    seen = await rotate(fleet, 64, [3, 150], [5])
-    assert seen["killed in copy"] == 2
-    assert seen["killed in finish"] == 1
+    seen = await rotate(fleet, 64, [(3, ""), (150, "")], [(5, "")])
+    assert seen["copy killed"] == 2
+    assert seen["finish killed"] == 1
     assert seen["read"] > 0
+
+
+async def test_what_stands_in_redis_alone_is_kept_until_s3_has_its_copy(fleet: Fleet) -> None:
+    """Redis may let a copy go, so the old record stays beside it; `finish` removes it when the copy is in S3 too."""
+    (prompt,) = red_prompts(8)
+    async with fleet.service() as store:
+        await save(store, [prompt])
+    old = [tenant_key(1, "red").named(record.key) for record in prompt.records()]
+    new = [tenant_key(2, "red").named(record.key) for record in prompt.records()]
+    settings = fleet.settings
+    async with open_tier(settings.hot, settings) as hot, open_tier(settings.cold, settings) as cold:
+        await cold.delete_all(old, deadline=soon())
+        write_keys(fleet.keys, AFTER + BLUE)
+        assert (await told(fleet, "copy"))["totals"] == {"rewritten": 8}
+        done = await told(fleet, "finish")
+        assert (done["phase"], done["totals"]) == ("removing", {"copied_before": 8, "kept": 8})
+        assert None not in await hot.head([*old, *new], deadline=soon())
+        for key in new:
+            record = await hot.get(key, deadline=soon())
+            assert record is not None
+            await cold.put(record, deadline=soon())
+    done = await told(fleet, "finish")
+    assert (done["phase"], done["totals"]) == ("done", {"copied_before": 8, "current": 8, "removed": 8})
+    assert await names_in(fleet, Level.HOT) == await names_in(fleet, Level.COLD) == set(new)
 
 
 @pytest.mark.full
 async def test_a_hundred_thousand_records_change_keys_over_fifty_kills(
     fleet: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same with 100,000 records: killed at each of the first steps, then all over the run, 60 times in all."""
+    """The same with 100,000 records: killed at each kind of step, all over the copying and the removing."""
     num_records = int(os.environ.get("KVSTORE_TEST_MIGRATION_RECORDS", "100000"))
-    steps = [*range(1, 13), *np.linspace(13, num_records * 4 // 30, 38).astype(int).tolist()]
-    seen = await rotate(fleet, num_records, steps, list(range(1, 14)))
+    copy_points, finish_points = points_for(num_records)
+    seen = await rotate(fleet, num_records, copy_points, finish_points)
+    kills = {name: number for name, number in seen.items() if " killed at " in name}
     with capsys.disabled():
-        print(f"\n{num_records:,} records: {dict(seen)}")
-    assert seen["killed in copy"] + seen["killed in finish"] >= 50
+        print(f"\n{num_records:,} records, {sum(kills.values())} kills: {dict(seen)}")
+    assert {name.partition(" killed at ")[2] for name in kills} == {*ONCE, *EACH, *TOGETHER, *REMOVING}
+    assert sum(kills.values()) == len(copy_points) + len(finish_points)
+
+
+ONCE = ("state copying", "sheets planned")
+EACH = ("read", "put", "verified")
+TOGETHER = ("told", "sheet")
+REMOVING = ("state removing", "untold", "deleted", "sheet emptied")
+
+
+def points_for(num_records: int) -> tuple[list[Point], list[Point]]:
+    """About forty points of the copying, each as far from the one before, and a dozen of the removing."""
+    copied = 2 * num_records // 42  # by each run: there are two levels
+    counts = dict.fromkeys(EACH, copied) | dict.fromkeys(TOGETHER, max(1, copied // 128))
+    cycle = [(counts[word], word) for word in (*EACH, *TOGETHER)]
+    removed = 4 * num_sheets(num_records // 2) // 10  # sheets of two levels of two namespaces
+    finish = [(1, "state removing"), (1, "untold"), (1, "deleted"), (2, "deleted"), (1, "sheet emptied")]
+    for part in (2, 4, 6) if removed else ():
+        finish[-2:-2] = [(removed * part, "untold"), (removed, "deleted")]
+    return [(1, word) for word in ONCE] + cycle * 8, finish

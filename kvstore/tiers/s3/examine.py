@@ -115,7 +115,7 @@ class BucketExaminer:
 
     async def _is_listed(self, name: str, refused: dict[str, str]) -> bool:
         async def names() -> list[str]:
-            return [found async for found, _ in self._client.list(name)]
+            return [found async for answer in self._client.list(name) for found, _ in answer]
 
         found = await self._tried("s3:ListBucket", refused, names())
         return found is None or name in found

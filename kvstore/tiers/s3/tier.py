@@ -180,15 +180,15 @@ class S3Tier(Tier):
         while True:
             self._check_open()
             async with self._until(Deadline.after(_SCAN_STEP_S), "listing records"):
-                item = await anext(listing, None)
-            if item is None:
+                answer = await anext(listing, None)
+            if answer is None:
                 return
-            name, num_bytes = item
-            try:
-                key = parse_name(name.removeprefix(self._root))
-            except InvalidRequest:
-                continue  # a manifest, or not ours
-            yield Entry(key, num_bytes)
+            for name, num_bytes in answer:
+                try:
+                    key = parse_name(name.removeprefix(self._root))
+                except InvalidRequest:
+                    continue  # a manifest, or not ours
+                yield Entry(key, num_bytes)
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
