@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from kvstore.catalog.base import Addition
@@ -167,7 +168,8 @@ class Copier:
         cold = self._store.tiers.get(Level.COLD)
         if walk.level is Level.HOT and cold is not None:  # the same bytes in both tiers
             name = new.key
-            new = await self._store.retry(lambda: cold.get(name, deadline=soon())) or new
+            there = await self._store.retry(lambda: cold.get(name, deadline=soon()))
+            new = there or new
         if not await self._put(walk.level, new):
             self._progress.totals["full"] += 1
             return None
@@ -202,12 +204,13 @@ class Copier:
         pinned_until_s = table.numbers(PINNED_AT).tolist()
         for (_, new), until_s in zip(copies, pinned_until_s, strict=True):
             if until_s:
-                await self._store.retry(
-                    lambda name=new.key.prefix, end=until_s: catalog.pin(namespace, [name], end, deadline=soon())
-                )
+                await self._store.retry(partial(self._pin, new.key, until_s))
         self._progress.totals[Verdict.REWRITTEN.value] += taken.count(True)
         self._progress.totals["busy"] += taken.count(False)
         return [(old, new.key) for (old, new), is_taken in zip(copies, taken, strict=True) if is_taken]
+
+    async def _pin(self, key: RecordKey, until_s: int) -> None:
+        await self._store.catalog.pin(key.namespace, [key.prefix], until_s, deadline=soon())
 
     async def walk(
         self, level: Level, description: NamespaceDescription, state: State | None, num_records: int, *, is_new: bool
@@ -221,7 +224,7 @@ class Copier:
             await self._store.retry(lambda: self._journal.write(state))
             self._progress.on_step("sheets planned")
         sheets = await gather_all(
-            self._store.retry(lambda n=number: self._journal.sheet(level, description.id, n))
+            self._store.retry(partial(self._journal.sheet, level, description.id, number))
             for number in range(state.sheets[name])
         )
         return Walk(level, description, sheets, {new for sheet in sheets for new in sheet.values()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.catalog.base import Catalog, LeaveReason, Removal
 from kvstore.catalog.entry import Level
@@ -230,7 +231,7 @@ class Runner:
         for level in reversed(self._store.tiers):  # the quick tier first: no copy of a removed record is left there
             held = everything[level].get(namespace, {})
             for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
-                sheet = await self._store.retry(lambda at=level, n=number: self._journal.sheet(at, namespace, n))
+                sheet = await self._store.retry(partial(self._journal.sheet, level, namespace, number))
                 done_for = [old for old, new in sheet.items() if new in there]
                 await self._remove_records(level, done_for, [old for old in done_for if old in held])
                 self._progress.totals["kept"] += sum(old in held and new not in there for old, new in sheet.items())
@@ -253,7 +254,5 @@ class Runner:
         for level in self._store.tiers:
             for namespace in namespaces_of(state):
                 for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
-                    await self._store.retry(
-                        lambda at=level, name=namespace, n=number: self._journal.write_sheet(at, name, n, {})
-                    )
+                    await self._store.retry(partial(self._journal.write_sheet, level, namespace, number, {}))
                     self._progress.on_step("sheet emptied")

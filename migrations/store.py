@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from typing import TypeVar
 
 from kvstore.catalog.base import Catalog
@@ -57,7 +58,7 @@ class Store:
 
     async def listed(self) -> dict[Level, Listed]:
         """All records of all tiers."""
-        return {level: await self.retry(lambda at=tier: _listed(at)) for level, tier in self.tiers.items()}
+        return {level: await self.retry(partial(_listed, tier)) for level, tier in self.tiers.items()}
 
     async def to_rely_on(self, namespace: NamespaceId) -> Collection[RecordKey]:
         """Those records for whose sake others may be removed from any level: the quick one may let its own go."""
@@ -69,7 +70,7 @@ class Store:
         if namespace not in self._descriptions:
             found = None
             for tier in self.tiers.values():
-                data = await self.retry(lambda at=tier: at.get_manifest(namespace, deadline=soon()))
+                data = await self.retry(partial(_manifest, tier, namespace))
                 if found is None and data is not None:
                     found = parse_manifest(data, namespace)
             self._descriptions[namespace] = found
@@ -96,3 +97,7 @@ async def _listed(tier: Tier, namespace: NamespaceId | None = None) -> Listed:
     async for entry in tier.scan(namespace):
         listed.setdefault(entry.key.namespace, {})[entry.key] = entry.num_bytes
     return listed
+
+
+async def _manifest(tier: Tier, namespace: NamespaceId) -> bytes | None:
+    return await tier.get_manifest(namespace, deadline=soon())
