@@ -17,7 +17,7 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 import typer
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.service.main import read_token
+from kvstore.service.token_file import read_token
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.tls import ClientTls
 

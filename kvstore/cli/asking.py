@@ -14,7 +14,7 @@ import typer
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.main import read_token
+from kvstore.service.token_file import read_token
 from kvstore.settings import TOKEN_VARIABLE, load_settings
 from kvstore.wire.tls import ClientTls
 

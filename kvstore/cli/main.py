@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import cast
+from importlib import import_module
+from typing import Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 import kvstore
-from kvstore.cli.doctor import doctor
-from kvstore.cli.explain import explain
-from kvstore.cli.gc import gc
-from kvstore.cli.ls import ls
-from kvstore.cli.migrate import app as migrate
-from kvstore.cli.pin import pin, unpin
-from kvstore.cli.quota import quota
-from kvstore.cli.reindex import reindex
-from kvstore.cli.rm import rm
-from kvstore.cli.serve import serve
-from kvstore.cli.show import show
-from kvstore.cli.simulate import simulate
-from kvstore.cli.status import status
-from kvstore.cli.top import top
-from kvstore.cli.verify import verify
-from kvstore.cli.weights import weights
 from kvstore.errors import InvalidRequest, KVStoreError
 
 __all__ = ["app", "main"]
@@ -33,24 +19,41 @@ FAILURE, USAGE = 1, 2
 # click's; taken from here because newer releases of typer carry click inside
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-app = typer.Typer(name="kvstore", help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True)
-app.command()(doctor)
-app.command()(explain)
-app.command()(gc)
-app.command()(ls)
-app.command()(pin)
-app.command()(quota)
-app.command()(reindex)
-app.command()(rm)
-app.command()(serve)
-app.command()(show)
-app.command()(simulate)
-app.command()(status)
-app.command()(top)
-app.command()(unpin)
-app.command()(verify)
-app.add_typer(migrate, name="migrate")
-app.add_typer(weights, name="weights")
+_MODULES = {"unpin": "pin"}
+_VERBS = (
+    *("doctor", "explain", "gc", "ls", "migrate", "pin", "quota", "reindex", "rm", "serve"),
+    *("show", "simulate", "status", "top", "unpin", "verify", "weights"),
+)
+"""Each is a function, or a `Typer` with verbs of its own, in the module of that name or of that in `_MODULES`."""
+
+
+class _Verbs(TyperGroup):
+    """Imports a verb when it is called or described: all of them together take a second, which a probe that asks for
+    the status every few seconds would spend each time."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands: dict[str, Any] = dict.fromkeys(_VERBS)  # their names, for what is mistyped
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _VERBS:
+            return None
+        verb = getattr(import_module(f"kvstore.cli.{_MODULES.get(cmd_name, cmd_name)}"), cmd_name)
+        if not isinstance(verb, typer.Typer):
+            alone = typer.Typer(add_completion=False)
+            alone.command(cmd_name)(verb)
+            verb = alone
+        command = typer.main.get_command(verb)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    name="kvstore", cls=_Verbs, help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True
+)
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,7 +35,7 @@ from migrations.runner import Runner
 from migrations.store import soon
 from migrations.versions.m0002_keys import KeyStep
 
-__all__ = ["app", "open_runner"]
+__all__ = ["migrate", "open_runner"]
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ _LEASE_S = 30.0
 _LEFT_ALONE = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
 """Records that are not as they should be, and are still there under their old names."""
 
-app = typer.Typer(
-    name="migrate",
+migrate = typer.Typer(
+    add_completion=False,
     help="Bring stored records under the current keys: plan, run, finish. Services go on meanwhile.",
     no_args_is_help=True,
 )
@@ -78,7 +78,7 @@ async def open_runner(
         yield Runner(KeyStep(ring), tiers, catalog, ownership, lease_s=lease_s, rate=rate, progress=progress)
 
 
-@app.command()
+@migrate.command()
 def status(config: Config = None, json_: AsJson = False) -> int:
     """Say which migration was begun last and how far it is. Reads no record."""
 
@@ -96,7 +96,7 @@ def status(config: Config = None, json_: AsJson = False) -> int:
     return 0
 
 
-@app.command()
+@migrate.command()
 def plan(config: Config = None, json_: AsJson = False) -> int:
     """Say what a run would look at: records and bytes by tier and tenant. Changes nothing and reads no record."""
     settings = _settings(config)
@@ -123,7 +123,7 @@ def plan(config: Config = None, json_: AsJson = False) -> int:
     return 0
 
 
-@app.command()
+@migrate.command()
 def run(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
     """Give each record that is not under the current key a new one that is, beside it, and compare the two.
 
@@ -133,7 +133,7 @@ def run(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> 
     return _work(config, rate, json_, call=Runner.copy, word="copying")
 
 
-@app.command()
+@migrate.command()
 def finish(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
     """Copy what came since, then remove each old record whose new one is there. Then the old key can go.
 
@@ -142,7 +142,7 @@ def finish(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) 
     return _work(config, rate, json_, call=Runner.finish, word="finishing", then=_forget_keys)
 
 
-@app.command()
+@migrate.command()
 def abort(config: Config = None, json_: AsJson = False) -> int:
     """Forget the migration. New records that it made stay and are read; nothing is removed."""
     return _work(config, "1GiB", json_, call=Runner.abort, word="aborting")

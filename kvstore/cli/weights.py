@@ -15,7 +15,9 @@ from kvstore.cli.shown import echo_json, held_text, print_table, table_of, time_
 __all__ = ["weights"]
 
 weights = typer.Typer(
-    help="List weights with what was computed with them; retire old ones on all services at once.", no_args_is_help=True
+    add_completion=False,
+    help="List weights with what was computed with them; retire old ones on all services at once.",
+    no_args_is_help=True,
 )
 
 WeightsArgument = Annotated[str, typer.Argument(help="As `kvstore weights list` tells it.")]

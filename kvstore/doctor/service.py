@@ -15,7 +15,7 @@ from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Tell
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.main import read_token
+from kvstore.service.token_file import read_token
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls
 

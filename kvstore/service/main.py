@@ -20,14 +20,14 @@ from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
 from kvstore.service.running import run_service
 from kvstore.service.secrets import secrets_of
 from kvstore.service.server import Server
+from kvstore.service.token_file import read_token
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import TcpAddress
 
-__all__ = ["main", "read_token", "serve_embedded", "serve_settings"]
+__all__ = ["main", "serve_embedded", "serve_settings"]
 
 _log = logging.getLogger(__name__)
-_TOKEN_BYTES_MAX = 4096
 
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
@@ -76,24 +76,6 @@ def serve_embedded(
         own = {"listen": f"unix:{path}", "hot": "memory:", "cold": f"file://{directory / 'records'}"}
         own["admin_listen"] = "off"
         serve_settings(load_settings({**flags, **own}), on_ready)
-
-
-def read_token(path: Path) -> str:
-    """The token in a file, without white space around it.
-
-    Raises:
-        InvalidRequest: It cannot be read, is empty, or others than its owner may read it.
-    """
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise InvalidRequest("others may read the token: chmod 600 it", field="token_file", path=path)
-            token = file.read(_TOKEN_BYTES_MAX).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest("cannot read the token", field="token_file", path=path, error=error) from error
-    if not token:
-        raise InvalidRequest("the token is empty", field="token_file", path=path)
-    return token
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
