@@ -55,13 +55,18 @@ def encode_command(*arguments: Argument) -> list[bytes | memoryview]:
     parts: list[bytes | memoryview] = []
     small = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
-        if isinstance(argument, memoryview) and len(argument) > _INLINE_BYTES:
+        if isinstance(argument, bytes):
+            text = argument
+        elif not isinstance(argument, memoryview):
+            text = str(argument).encode()
+        elif len(argument) <= _INLINE_BYTES:
+            text = bytes(argument)
+        else:
             small.append(b"$%d\r\n" % len(argument))
             parts += [b"".join(small), argument]
             small = [b"\r\n"]
             continue
-        text = str(argument).encode() if isinstance(argument, str | int) else bytes(argument)
-        small += [b"$%d\r\n" % len(text), text, b"\r\n"]
+        small.append(b"$%d\r\n%b\r\n" % (len(text), text))
     return [*parts, b"".join(small)]
 
 

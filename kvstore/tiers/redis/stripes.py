@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import stripe_name
@@ -27,8 +27,7 @@ PART_BYTES = 1 << 20
 0.2 s/GB; of 4 MiB 0.13, or 0.4 when two of them are under way and its allocator gives memory back in between)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Some bytes of a value.
 
     Attributes:

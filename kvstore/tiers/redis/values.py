@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from kvstore.errors import CorruptRecord
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.budget import ByteBudget, Grant
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.gather import gather_all
@@ -60,14 +59,20 @@ class Values:
             check_replies(await self._topology.ask([(reading.name, drop)], deadline=deadline))
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
-        async with self._granted(_READING_BYTES, deadline):
+        grant = await self._granted(_READING_BYTES, deadline)
+        try:
             await self._topology.read(reading, deadline=deadline)
+        finally:
+            self._in_flight.give_back(grant)
         _check_string(reading.error, reading.name)
 
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
         """Whether a value stands where a reading found nothing; only `GET` tells an empty one from none."""
-        async with self._granted(STRIPE_BYTES, deadline):
+        grant = await self._granted(STRIPE_BYTES, deadline)
+        try:
             value = await self._topology.move(name, ("GET", name), deadline=deadline)
+        finally:
+            self._in_flight.give_back(grant)
         _check_string(value, name)
         if isinstance(value, memoryview) and not len(value):
             raise CorruptRecord("an empty value stands under this name", name=name)
@@ -75,8 +80,11 @@ class Values:
 
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
         """SET a value; `EXISTS` only with the option NX."""
-        async with self._granted(len(value), deadline):
+        grant = await self._granted(len(value), deadline)
+        try:
             reply = await self._topology.move(name, ("SET", name, value, *options), deadline=deadline)
+        finally:
+            self._in_flight.give_back(grant)
         return _put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
@@ -136,16 +144,12 @@ class Values:
             await self._topology.ask(each_alone("UNLINK", names), deadline=deadline)
         return outcome
 
-    @asynccontextmanager
-    async def _granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
+    async def _granted(self, num_bytes: int, deadline: Deadline) -> Grant:
         grant = self._in_flight.try_take(num_bytes)
         if grant is None:
             async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
                 grant = await self._in_flight.take(num_bytes)
-        try:
-            yield
-        finally:
-            self._in_flight.give_back(grant)
+        return grant
 
 
 def each_alone(verb: str, names: Sequence[str]) -> list[tuple[str, Command]]:
