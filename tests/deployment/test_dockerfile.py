@@ -12,7 +12,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kvstore.cli.main import app
 from tests.deployment.files import DEPLOY, ROOT, dockerfile, image_environment, json_list, lineage, stage_named
 
 TARGETS = ("engine", "demo", "service")
@@ -100,8 +99,7 @@ def test_the_service_is_the_command_with_a_health_check() -> None:
     assert json_list(stage.last("ENTRYPOINT")) == ["kvstore"]
     assert json_list(stage.last("CMD")) == ["serve"]
     check = json_list(stage.last("HEALTHCHECK").partition("CMD ")[2])
-    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
-    assert check[0] == "kvstore" and check[1] in verbs
+    assert check[0] == "kvstore" and (ROOT / f"kvstore/cli/{check[1]}.py").is_file()
     folders = " ".join(rest for one in lineage(stage) for word, rest in one.instructions if word == "RUN")
     assert image_environment(stage)["KVSTORE_LISTEN"] == "unix:/run/kvstore/kvstore.sock"
     assert "install -d -o kvstore -g kvstore -m 0755 /run/kvstore" in folders

@@ -21,6 +21,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.reindexing import reindex_level
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis import RedisTier
 
 pytestmark = pytest.mark.servers
@@ -110,6 +111,20 @@ async def test_right_bytes_or_a_miss(
             for key in staged.keys:
                 assert (await store.load(staged.lease, key, deadline=soon())).data == expected[key]
             assert await store.drain(soon()) == 0
+
+
+@pytest.mark.parametrize("payload_bytes", [50_000, 9 << 20])
+async def test_a_put_gets_past_an_empty_value(payload_bytes: int, client: Redis, shared_redis: RedisServer) -> None:
+    """It stands in the record's place and is none: whoever puts the record there is not refused for ever."""
+    record = of_size(payload_bytes)
+    await client.set(format_name(record.key), b"")
+    tier = RedisTier.from_url(shared_redis.url)
+    try:
+        assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+        found = await tier.get(record.key, deadline=soon())
+        assert found is not None and found.data == record.data
+    finally:
+        await tier.aclose()
 
 
 class Later:

@@ -26,8 +26,8 @@ _ORPHAN_MS = 10 * 60 * 1000  # stripes of a writer that died expire; a living on
 _READING_BYTES = 2 * PART_BYTES
 """What one reading has on its way at most."""
 
-_DROP_HEADER = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
-"""Removes a striped record's header, unless somebody has stored the record anew since we read it."""
+_DROP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
+"""Removes a value, unless somebody has stored another one since we read it."""
 
 
 class Values:
@@ -55,8 +55,7 @@ class Values:
             await self._read_once(reading, deadline)
         if reading.data is None and reading.striped is not None:
             # Evicted or expired: the header alone would answer every later put with EXISTS, so it goes too.
-            drop = ("EVAL", _DROP_HEADER, 1, reading.name, reading.striped)
-            check_replies(await self._topology.ask([(reading.name, drop)], deadline=deadline))
+            await self._drop(reading.name, reading.striped, deadline)
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
         grant = await self._granted(_READING_BYTES, deadline)
@@ -88,7 +87,9 @@ class Values:
         return _put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
-        """Make a record that is there stay, all of it: it may have had leave to go. False: it is not there."""
+        """Make a record that is there stay, all of it: it may have had leave to go. False: it is not there; nor is an
+        empty value any more, which no put would get past.
+        """
         commands: list[tuple[str, Command]] = [
             (name, ("PERSIST", name)),
             (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
@@ -99,10 +100,15 @@ class Values:
         check_replies(replies)
         head = replies[1]
         if not isinstance(head, memoryview) or not len(head):
+            await self._drop(name, b"", deadline)
             return False
         if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
             check_replies(await self._topology.ask(each_alone("PERSIST", stripe_names(header)), deadline=deadline))
         return True
+
+    async def _drop(self, name: str, seen: bytes | memoryview, deadline: Deadline) -> None:
+        drop = ("EVAL", _DROP, 1, name, seen)
+        check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
 
     async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
         """Write the stripes, then the header with NX, then make the stripes stay as long as it does.
