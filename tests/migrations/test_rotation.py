@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,13 +159,32 @@ async def names_in(fleet: Fleet, level: Level) -> set[RecordKey]:
         return {entry.key async for entry in tier.scan()}
 
 
+async def check_same(fleet: Fleet, keys: Iterable[RecordKey]) -> None:
+    """Redis and S3 hold the same bytes: those that a service reads in one are right in the other."""
+    settings, waiting = fleet.settings, iter(keys)
+    async with open_tier(settings.hot, settings) as hot, open_tier(settings.cold, settings) as cold:
+
+        async def work() -> None:
+            for key in waiting:
+                quick, slow = await hot.get(key, deadline=soon()), await cold.get(key, deadline=soon())
+                assert quick is not None and slow is not None
+                assert bytes(quick.data) == bytes(slow.data)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(SAVES_AT_ONCE):
+                group.create_task(work())
+
+
 async def check_complete(fleet: Fleet, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
-    """Every record stands under its new name at both levels and no other name is left; the catalog tells just that."""
+    """Every record stands under its new name at both levels, in the same bytes, and no other name is left; the catalog
+    tells just that.
+    """
     key, blue = tenant_key(2, "red"), tenant_key(5, "blue")
     expected = {key.named(record.key) for prompt in prompts for record in prompt.records()}
     expected |= {blue.named(record.key) for prompt in others for record in prompt.records()}
     for level in Level:
         assert await names_in(fleet, level) == expected
+    await check_same(fleet, expected)
     async with open_catalog(fleet.settings) as catalog:
         told = {level: set[RecordKey]() for level in Level}
         for prompt in {prompt.namespace: prompt for prompt in (*prompts, *others)}.values():
