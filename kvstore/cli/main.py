@@ -20,23 +20,38 @@ FAILURE, USAGE = 1, 2
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 _MODULES = {"unpin": "pin"}
-_VERBS = (
-    *("doctor", "explain", "gc", "ls", "migrate", "pin", "quota", "reindex", "rm", "serve"),
-    *("show", "simulate", "status", "top", "unpin", "verify", "weights"),
-)
+_VERBS = [
+    "doctor",
+    "explain",
+    "gc",
+    "ls",
+    "migrate",
+    "pin",
+    "quota",
+    "reindex",
+    "rm",
+    "serve",
+    "show",
+    "simulate",
+    "status",
+    "top",
+    "unpin",
+    "verify",
+    "weights",
+]
 """Each is a function, or a `Typer` with verbs of its own, in the module of that name or of that in `_MODULES`."""
 
 
 class _Verbs(TyperGroup):
-    """Imports a verb when it is called or described: all of them together take a second, which a probe that asks for
-    the status every few seconds would spend each time."""
+    """Imports a verb when it is called or described: a probe that asks for the status every few seconds would import
+    all the others each time."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands: dict[str, Any] = dict.fromkeys(_VERBS)  # their names, for what is mistyped
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_VERBS)
+        return _VERBS
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _VERBS:

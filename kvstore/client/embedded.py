@@ -26,7 +26,7 @@ _POLL_S = 0.02
 _LOG_BYTES_MAX = 1 << 20
 _TOLD_BYTES_MAX = 512
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 5.0, 60.0
-"""After a service that ended at once the next is started so much later: each start costs a second of a processor."""
+"""After a service that ended at once the next is started so much later: each start takes a processor for a while."""
 
 
 def default_directory() -> Path:

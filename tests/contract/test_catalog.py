@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from kvstore.catalog.redis import RedisCatalog
 from kvstore.catalog.sqlite import SqliteCatalog
 from kvstore.testing.catalog_contract import CatalogContract
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
-from kvstore.testing.servers import RedisCluster, RedisServer, redis_cluster
+from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.tiers.locations import RedisLocation, parse_hot
 from kvstore.tiers.redis import open_control
 
@@ -62,25 +62,19 @@ class TestRedis(CatalogContract):
         await client.aclose()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
-        yield group
-
-
 @pytest.mark.servers
 class TestCluster(CatalogContract):
     """Entries, totals and tombstones of a boundary share a slot, and three nodes share the slots."""
 
     @pytest.fixture
-    async def catalog(self, cluster: RedisCluster) -> AsyncIterator[Catalog]:
-        cluster.flush()
-        async with open_control(_location(cluster)) as client:
+    async def catalog(self, shared_cluster: RedisCluster) -> AsyncIterator[Catalog]:
+        shared_cluster.flush()
+        async with open_control(_location(shared_cluster)) as client:
             yield RedisCatalog(client)
 
     @pytest.fixture
-    async def other(self, cluster: RedisCluster) -> AsyncIterator[Catalog]:
-        async with open_control(_location(cluster)) as client:
+    async def other(self, shared_cluster: RedisCluster) -> AsyncIterator[Catalog]:
+        async with open_control(_location(shared_cluster)) as client:
             yield RedisCatalog(client)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from kvstore.catalog.orders import ORDERS_MAX, FileOrders, OrderBook
 from kvstore.catalog.redis_orders import RedisOrders
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.servers import RedisCluster, RedisServer, redis_cluster
+from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.testing.servers.ports import free_ports
 from kvstore.tiers.locations import RedisLocation, parse_hot
 from kvstore.tiers.redis import open_control
@@ -76,18 +76,12 @@ class TestRedis(OrderBookContract):
                 await RedisOrders(client).read(deadline=soon())
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
-        yield group
-
-
 @pytest.mark.servers
 class TestCluster(OrderBookContract):
     @pytest.fixture
-    async def book(self, cluster: RedisCluster) -> AsyncIterator[OrderBook]:
-        cluster.flush()
-        location = parse_hot(cluster.url)
+    async def book(self, shared_cluster: RedisCluster) -> AsyncIterator[OrderBook]:
+        shared_cluster.flush()
+        location = parse_hot(shared_cluster.url)
         assert isinstance(location, RedisLocation)
         async with open_control(location) as client:
             yield RedisOrders(client)

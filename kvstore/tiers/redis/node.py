@@ -24,7 +24,7 @@ _BACKOFF_MAX_S = 0.5
 _READS_BYTES = 4 * PART_BYTES
 """What readings take at a time, each with a part or, if it is smaller, all of it; and as much again is asked for ahead.
 Fewer leave Redis without work between two answers: it sleeps, and waking it costs both sides. Many more at a time cost
-it up to four times the processor time for a byte, since it copies each answer before it sends it."""
+it more for each byte, since it copies each answer before it sends it."""
 _READS_MIN = 2
 """Whatever their size: one goes on while the other waits for the network or for its caller."""
 

@@ -168,8 +168,12 @@ def test_the_service_is_nobodys_child(options: EmbeddedOptions) -> None:
         client.communicate()
 
 
-async def test_a_service_that_ends_at_once_is_not_started_over_and_over(options: EmbeddedOptions) -> None:
-    """A `kvstore serve` has its directory: what it says is told, and asking again starts no further process."""
+async def test_a_service_that_ends_at_once_is_not_started_over_and_over(
+    options: EmbeddedOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `kvstore serve` has its directory: what it says is told, and asking again starts no further process. After a
+    pause it is tried again.
+    """
     settings = load_settings({"cold": f"file://{options.directory}/records", "disk_bytes": "64MiB"})
     assert settings.cold is not None
     async with open_tier(settings.cold, settings, is_owner=True):
@@ -179,6 +183,8 @@ async def test_a_service_that_ends_at_once_is_not_started_over_and_over(options:
                 await service.ensure()
     log = (options.directory / "service.log").read_text()
     assert log.count("kvstore service: another process has this directory open") == 1
+    monkeypatch.setattr(service, "_again_s", 0.0)  # the pause is over
+    assert str(await service.ensure()) == f"unix:{private_socket_path(options.directory)}"
 
 
 def test_a_second_service_for_a_directory_ends_at_once(options: EmbeddedOptions) -> None:
@@ -203,7 +209,7 @@ def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path: Path) -> None:
         store.status(deadline=soon())
 
 
-def test_a_service_that_cannot_start_names_its_log(tmp_path: Path) -> None:
+def test_a_service_that_cannot_start_names_its_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The service refuses its settings: the client says where the reason stands, and it stands there."""
     options = EmbeddedOptions(tmp_path / "e", memory_bytes=-5, idle_exit_s=IDLE_S)
     with (
@@ -212,6 +218,9 @@ def test_a_service_that_cannot_start_names_its_log(tmp_path: Path) -> None:
     ):
         store.wait_ready(deadline=Deadline.after(3))
     assert "memory_bytes" in (tmp_path / "e" / "service.log").read_text()
+    (warning,) = (record.message for record in caplog.records if "going on without it" in record.message)
+    assert "mend what its private service says" in warning
+    assert "said=kvstore service:" in warning and "memory_bytes" in warning
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
