@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 
 __all__ = ["count", "counts", "names_of", "sizes"]
 

@@ -25,7 +25,7 @@ from connector.device.base import BlockCopier, Device, PageGather
 from connector.device.choose import open_device
 from connector.device.streams import Streams, has_gpu, open_streams
 from connector.worker.staging import view
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 
 __all__ = ["main"]
 

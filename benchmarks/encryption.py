@@ -19,7 +19,7 @@ from rich.table import Table
 from kvstore.format.encrypted import ENCRYPTION_BYTES, TenantKey, decrypt_record, encrypt_record
 from kvstore.format.record import open_record, seal
 from kvstore.model.keys import PrefixHash
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 from kvstore.testing.records import make_record
 
 __all__ = ["main", "measure"]

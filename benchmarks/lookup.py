@@ -227,8 +227,8 @@ class _Heads(Tier):
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         return False
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        pass
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
+        return False
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         nothing: tuple[Entry, ...] = ()

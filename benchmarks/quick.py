@@ -17,7 +17,7 @@ from benchmarks.measure import Listener, Plan, Row
 from benchmarks.report import as_line, as_table
 from benchmarks.sections import num_redis_rows, num_s3_rows, num_service_rows, redis_rows, s3_rows, service_rows
 from kvstore.errors import KVStoreError
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 from kvstore.testing.servers import CannotInstall
 from kvstore.testing.servers.process import ServerFailed
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ _WARM_UP_TOKENS = 300
 _ANSWER_S = 240.0
 _MAX_TOKENS = 16
 _PAGE_BYTES = 4 << 20
+
+_WITHOUT_AMX = "benchmarks.without_amx"
+_WITHOUT_AMX_ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 Say = Callable[[str], None]
 
@@ -75,6 +78,7 @@ class Figures:
             computes the last token alone rounds otherwise than one that computes it with others.
         difference: Of log probabilities of the first token, the largest that a restored run showed.
         own_difference: The same between an engine's computed answer and that from its own cache.
+        amx: Whether engines compute with AMX, which makes a bfloat16 prompt several times as fast.
     """
 
     recompute_s: list[float] = field(default_factory=list)
@@ -91,6 +95,7 @@ class Figures:
     outputs_equal: bool = True
     difference: float = 0.0
     own_difference: float = 0.0
+    amx: bool = False
 
     def ratio(self) -> float:
         """Of the medians."""
@@ -110,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), metavar="NAMES")
     parser.add_argument("--repetitions", type=int, default=5, metavar="COUNT", help="fresh engines and services")
     parser.add_argument("--prompt-tokens", type=int, metavar="COUNT", help="instead of each model's own")
+    parser.add_argument("--without-amx", action="store_true", help="engines compute as on a processor that has no AMX")
     parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
     chosen = parser.parse_args(arguments)
     if unknown := sorted(set(chosen.models) - set(MODELS)):
@@ -119,19 +125,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = []
         for name in chosen.models:
             tokens = chosen.prompt_tokens or MODELS[name].prompt_tokens
-            rows.append((MODELS[name], tokens, measure_model(MODELS[name], tokens, chosen.repetitions, say)))
+            figures = measure_model(MODELS[name], tokens, chosen.repetitions, say, without_amx=bool(chosen.without_amx))
+            rows.append((MODELS[name], tokens, figures))
         return rows
 
     return run_benchmark(measure, report, quiet=chosen.json)
 
 
-def measure_model(model: Model, prompt_tokens: int, repetitions: int, say: Say) -> Figures:
+def measure_model(
+    model: Model, prompt_tokens: int, repetitions: int, say: Say, *, without_amx: bool = False
+) -> Figures:
     """Save once, then compute and restore in turn, so that whatever else the machine does meets both alike."""
-    checkpoint = write_checkpoint(model.name, WORK / "checkpoints")
+    engine = EngineSpec(checkpoint=write_checkpoint(model.name, WORK / "checkpoints"))
+    if without_amx:
+        engine = replace(engine, environment=_WITHOUT_AMX_ENVIRONMENT, preload=(_WITHOUT_AMX,))
     # one token more than is asked for: see `Figures.one_token_s`
     longer = seeded_prompt(_PROMPT_SEED, prompt_tokens + 1, vocabulary=VOCABULARY)
     with temporary_folder() as folder, redis_server() as redis:
-        bench = _Bench(model, checkpoint, longer, redis.url, folder)
+        bench = _Bench(model, engine, longer, redis.url, folder, Figures(amx=_has_amx() and not without_amx))
         say(f"{model.name}: an engine computes and saves the prompt")
         bench.save()
         for turn in range(1, repetitions + 1):
@@ -150,11 +161,11 @@ def measure_model(model: Model, prompt_tokens: int, repetitions: int, say: Say) 
 @dataclass(frozen=True, slots=True)
 class _Bench:
     model: Model
-    checkpoint: Path
+    engine: EngineSpec
     longer: tuple[int, ...]
     hot: str
     folder: Path
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures
 
     @property
     def request(self) -> Request:
@@ -162,7 +173,7 @@ class _Bench:
 
     def save(self) -> None:
         with Node(self.folder, "saves", hot=self.hot) as node:
-            spec = EngineSpec(checkpoint=self.checkpoint, connector={"url": node.url, "mode": "save"})
+            spec = replace(self.engine, connector={"url": node.url, "mode": "save"})
             with start_engine(spec, work=WORK, name="bench-save") as engine:
                 engine.generate([_warm_up(0)], timeout_s=_ANSWER_S)
                 engine.generate([self.request], timeout_s=_ANSWER_S)
@@ -170,7 +181,7 @@ class _Bench:
 
     def compute(self) -> Answer:
         """Returns the computed answer."""
-        with start_engine(EngineSpec(checkpoint=self.checkpoint), work=WORK, name="bench-compute") as engine:
+        with start_engine(self.engine, work=WORK, name="bench-compute") as engine:
             engine.generate([_warm_up(1)], timeout_s=_ANSWER_S)
             (computed,) = engine.generate([self.request], timeout_s=_ANSWER_S)
             (again,) = engine.generate([self.request], timeout_s=_ANSWER_S)
@@ -185,7 +196,7 @@ class _Bench:
         figures = self.figures
         with Node(self.folder, f"restores{turn}", hot=self.hot) as node:
             connector = {"url": node.url, "mode": "load", **self.model.connector}
-            spec = EngineSpec(checkpoint=self.checkpoint, connector=connector)
+            spec = replace(self.engine, connector=connector)
             with start_engine(spec, work=WORK, name="bench-restore") as engine:
                 engine.generate([_warm_up(1 + turn)], timeout_s=_ANSWER_S)
                 (answer,) = engine.generate([self.request], timeout_s=_ANSWER_S)
@@ -233,6 +244,14 @@ def _decoding_s(num_bytes: int) -> float:
         return timed([lambda: list(threads.map(decode, shares))])
 
 
+def _has_amx() -> bool:
+    """Whether the processor's flags say so; elsewhere than on Linux nobody knows."""
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def _first_difference(one: Answer, other: Answer) -> float:
     """Of the log probabilities that both list for the first token."""
     mine, theirs = one.logprobs[0], other.logprobs[0]
@@ -249,6 +268,7 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
     table = Table(title="time to first token, computed and restored from Redis by a fresh engine and a fresh service")
     for name in (
         "model",
+        "AMX",
         "tokens",
         "restored",
         "computed",
@@ -265,6 +285,7 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
         median = statistics.median
         table.add_row(
             model.name,
+            "yes" if figures.amx else "no",
             f"{tokens:,}",
             f"{figures.external_tokens:,}",
             f"{median(figures.recompute_s):.2f} s",
@@ -304,6 +325,7 @@ def _as_json(model: Model, tokens: int, figures: Figures) -> dict[str, Any]:
         "logprob_difference": round(figures.difference, 6),
         "own_logprob_difference": round(figures.own_difference, 6),
         "settings": dict(model.connector),
+        "amx": figures.amx,
     }
 
 

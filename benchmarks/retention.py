@@ -26,7 +26,8 @@ from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
-from kvstore.settings import Settings, load_settings, parse_bytes
+from kvstore.runtime.sizes import parse_bytes
+from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import ceph_rgw, redis_server

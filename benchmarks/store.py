@@ -22,7 +22,7 @@ from benchmarks.stores import RedisPy, ServiceOverTier, TierStore, fill, store_r
 from kvstore.client import connect
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 from kvstore.testing.servers import CannotInstall, ceph_rgw, redis_server
 from kvstore.testing.servers.process import ServerFailed
 

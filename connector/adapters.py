@@ -1,4 +1,4 @@
-"""Digests of LoRA adapters: what an adapter is, whatever its name, number or folder."""
+"""Digests of LoRA adapters, which identify their content whatever their name, number or folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BOUND_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What an adapter's number stands for in this engine: vLLM keeps the weights that it read first."""
+    """The content that an adapter's number is bound to in this engine: vLLM keeps the weights that it read first."""
 
     identities: tuple[str, ...]
     digest: bytes
@@ -49,12 +49,12 @@ def find_adapter_files(path: Path) -> list[Path]:
 class Adapters:
     """Digests of the adapters that requests name. Belongs to one event loop; files are read in its threads.
 
-    An adapter's number is bound to the content that is seen first. When its files change later nobody can tell which
-    weights vLLM has in use, since it reads them again when it likes: that number is not cached any more.
+    An adapter's number is bound to the content that is seen first. If its files change later, nobody can tell which
+    weights vLLM uses, since it may read them again at any time: that number is no longer cached.
 
     Args:
-        cache_folder: For digests of files.
-        rules: What of the engine's settings changes what an adapter does; empty for none.
+        cache_folder: Where digests of files are cached.
+        rules: The engine's settings that change what an adapter does, if any.
         meters: Counts requests whose adapter is not known.
     """
 
@@ -69,12 +69,12 @@ class Adapters:
         self._turns: dict[int, asyncio.Lock] = {}
 
     async def digest_of(self, adapter: AdapterRequest) -> bytes:
-        """SHA-256 that stands for the adapter's content. Requests that ask at a time read its files once.
+        """SHA-256 of the adapter's content. Concurrent requests read its files once.
 
         Raises:
-            UncacheableContent: Its files are not there, or have changed since the engine first used it.
+            UncacheableContent: Its files are missing, or have changed since the engine first used it.
 
-        If cancelled, whoever asks next begins anew.
+        If cancelled, the next caller starts over.
         """
         try:
             async with self._turns.setdefault(adapter.number, asyncio.Lock()):
@@ -119,4 +119,4 @@ class Adapters:
     def _refuse(self, adapter: AdapterRequest) -> None:
         reason = f"the files of the adapter in {adapter.path} changed while the engine may hold the old ones"
         self._refused[adapter.number] = reason
-        _log.warning("kvstore: %s: requests with it are not cached; load changed files under a new name", reason)
+        _log.warning("kvstore: %s: requests with it are not cached; load a new version from a new folder", reason)

@@ -1,4 +1,4 @@
-"""Settings of vLLM that cost an engine its cache or its requests: what to tell the operator, once. Pure."""
+"""Advice to the operator, given once, on settings of vLLM that cost an engine cache hits or requests. Pure."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[st
 
 
 def advise_on_block_size(facts: EngineFacts, told_tokens: int) -> str | None:
-    """vLLM 0.32 forgets the block size of a hybrid model in a multi-process engine on a CPU, unless it is told one.
+    """Advice where vLLM 0.32 forgets a hybrid model's block size: in a multi-process CPU engine that is given none.
 
     Args:
         facts: The engine.
-        told_tokens: The block size that vLLM's scheduler goes by, when the first request comes.
+        told_tokens: The block size that vLLM's scheduler uses when the first request comes.
     """
     expected = min(group.block_tokens for group in facts.groups)
     if not _is_recurrent(facts) or told_tokens == expected:

@@ -1,6 +1,6 @@
 """`KVStoreConnector`: vLLM's connector interface, translated to and from the two sides. No decision is made here.
 
-Each hook is guarded: an error of ours is counted and logged, and the engine goes on as if nothing were cached.
+Each hook is guarded: an error of ours is counted and logged, and the engine continues as if nothing were cached.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from connector.scheduler.saves import Offer
 from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
 from connector.settings import ConnectorSettings, cache_folder
 from connector.surface import EngineSurface
-from connector.vllm_facts import cache_layers, read_facts
+from connector.vllm_facts import cache_layers, read_facts, read_name
 from connector.vllm_requests import RequestReader, read_trace
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
@@ -67,7 +67,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class _RankProof(KVConnectorHandshakeMetadata):
-    """What a rank knows of its cache; vLLM gives the scheduler's process less (some specs are replaced there)."""
+    """What a rank knows of its cache; vLLM tells the scheduler's process less (some specs are replaced there)."""
 
     facts: EngineFacts
     refusal: str | None
@@ -81,7 +81,7 @@ class _PoolPins:
 
     @property
     def is_empty(self) -> bool:
-        """No block is in use or cached: no request holds any KV, and none will be given any that is there now."""
+        """Whether no block is in use or cached: no request holds KV, or will be given any that is there now."""
         used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
         return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
 
@@ -115,7 +115,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self._requests = RequestReader()
         self._is_advised = False
         if self._settings.mode == "off" or role is KVConnectorRole.SCHEDULER:
-            return  # the scheduler side is made when the ranks have told what they hold
+            return  # the scheduler side is made once the ranks have reported what they hold
         self._facts = read_facts(vllm_config, kv_cache_config)
         shape = self._facts.unsupported or read_shape(self._facts)
         if isinstance(shape, str):
@@ -127,7 +127,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     def _connect(self) -> BlockingStore:
         settings = self._settings
-        options = ClientOptions(stall_timeout_s=settings.stall_timeout_ms / 1000, tls=settings.tls())
+        name, stall_s = read_name(self._vllm_config), settings.stall_timeout_ms / 1000
+        options = ClientOptions(name=name, stall_timeout_s=stall_s, tls=settings.tls())
         embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
         try:
             return BlockingStore(settings.url, token=self._token, options=options, embedded=embedded)
@@ -163,9 +164,9 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             self._announce_request(request)
 
     def _read_content(self, request: Any) -> tuple[PromptContent | None, str | None]:
-        """What a request has beside tokens, and why it cannot be cached; says once what costs all of them the cache."""
+        """A request's content beside tokens, and why it cannot be cached; warns once of what affects all requests."""
         if not self._is_advised and self._facts is not None:
-            self._is_advised = True  # now and not earlier: vLLM may have changed it after it made us
+            self._is_advised = True  # not at construction: vLLM may change the block size after it
             advice = advise_on_block_size(self._facts, self._vllm_config.cache_config.block_size)
             if advice is not None:
                 _log.warning("kvstore: %s", advice)
@@ -183,6 +184,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         tokens = self.scheduler_side.matched_tokens(request.request_id, num_computed_tokens)
         return tokens, bool(tokens)
 
+    @guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self.scheduler_side is not None:
             tables = blocks.get_block_ids() if num_external_tokens else ()
@@ -225,7 +227,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         return False, self._receipt(request, state) if ended_well and state is not None else None
 
     def _receipt(self, request: Any, state: RequestState) -> dict[str, Any] | None:
-        """What a decode engine may wait for, where this one prefills for another."""
+        """What a decode engine may wait for, if this one prefills for another."""
         assert self.scheduler_side is not None
         if not (self._settings.saves and state.flags.save) or state.chain is None or state.save_stopped:
             return None
@@ -241,7 +243,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self._pins = _PoolPins(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine has to step on: blocks are held for pages of requests that ended."""
+        """Whether an idle engine must keep stepping: blocks are held for pages of requests that have ended."""
         if self._announcements is not None and self._announcements.has_pending:
             return True
         return self.scheduler_side is not None and self.scheduler_side.has_pending_saves
@@ -250,7 +252,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The ranks told what they hold: from here on the scheduler side exists."""
+        """Take the ranks' reports of what they hold, and make the scheduler side."""
         proofs = {rank: proof for (_, rank), proof in sorted(metadata.items()) if isinstance(proof, _RankProof)}
         if self._settings.mode == "off":
             return
@@ -286,9 +288,9 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         if self._pins is not None:
             self.scheduler_side.bind_pins(self._pins)
 
-    @guarded(fallback=True)
+    @guarded(fallback=False)
     def reset_cache(self) -> bool:
-        """vLLM dropped its own cache; what is shared stays, since its names say what it is."""
+        """vLLM dropped its own cache; shared data stays, since its names identify its content."""
         if self.scheduler_side is not None:
             self.scheduler_side.reset_cache(is_empty=self._pins is not None and self._pins.is_empty)
         return True
@@ -336,7 +338,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def shutdown(self) -> None:
-        """Send what is on its way within a bound, end leases, close the connection. Idempotent."""
+        """Finish pending saves within a time limit, end leases, close the connection. Idempotent."""
         if self.scheduler_side is not None:
             self.scheduler_side.shutdown()
         if self.worker_side is not None:
@@ -351,7 +353,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
 
 class _Tables(Mapping[str, Sequence[Sequence[int]]]):
-    """Block tables of the requests of a step, resolved when they are asked for: most steps need none."""
+    """Block tables of a step's requests, resolved on access: most steps need none."""
 
     def __init__(self, request_ids: Mapping[str, int], resolve: Callable[[str], Any]) -> None:
         self._request_ids = request_ids
@@ -390,5 +392,5 @@ def _step_facts(output: Any) -> StepFacts:
     return StepFacts(final, _Tables(final, blocks.get_block_ids), offers, preempted, computed)
 
 
-# MultiConnector finds the class of statistics by name, also where a user has given us by module path
+# MultiConnector finds the class of statistics by name, even if a user named us by module path
 register()

@@ -1,6 +1,6 @@
 """What the KV of a prefix depends on beside token ids: the adapter, media items, embeddings given instead of tokens.
 
-All of it is content: an adapter's files and not its name or path, an item's hash and not where it came from.
+All of it is content: an adapter's files, not its name or path; an item's hash, not its origin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["AdapterRequest", "EmbeddedPrompt", "MediaItem", "PromptContent", "Un
 
 
 class UncacheableContent(Exception):
-    """What a request depends on is not known, or not for sure; `reason` is a word for a counter."""
+    """What a request depends on is not known for certain; `reason` is a word for a counter."""
 
     def __init__(self, reason: str, explanation: str) -> None:
         super().__init__(explanation)
@@ -59,7 +59,7 @@ class EmbeddedPrompt:
         dtype: Their type in words.
         row_bytes: One token's embedding.
         rows: All of them; `len(rows)` is tokens times `row_bytes`.
-        is_token: For each token 1 where its id counts and not its row, or nothing where all rows count.
+        is_token: For each token 1 if its id counts instead of its row; empty: all rows count.
     """
 
     dtype: str
@@ -68,7 +68,7 @@ class EmbeddedPrompt:
     is_token: bytes = b""
 
     def digest(self, start: int, stop: int) -> bytes:
-        """SHA-256 of the rows of these tokens, as far as there are rows; empty behind the last."""
+        """SHA-256 of the rows of these tokens, as far as there are any; empty if there are none."""
         rows = self.rows[start * self.row_bytes : stop * self.row_bytes]
         if not rows:
             return b""
@@ -80,14 +80,14 @@ class EmbeddedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """What of a prompt is not token ids. A plain prompt has none of it."""
+    """The parts of a prompt that are not token ids. A plain prompt has none."""
 
     adapter: AdapterRequest | None = None
     media: tuple[MediaItem, ...] = ()
     embedded: EmbeddedPrompt | None = None
 
     def media_in_links(self, link_tokens: int) -> Mapping[int, bytes]:
-        """By start of a link of `link_tokens` tokens, what of the media lies in it: which part of which item."""
+        """By start of a link of `link_tokens` tokens, which parts of which media items are in it."""
         found: defaultdict[int, bytes] = defaultdict(bytes)
         for item in sorted(self.media, key=lambda item: (item.start_tokens, item.modality, item.identifier)):
             first = item.start_tokens // link_tokens * link_tokens
@@ -103,5 +103,5 @@ class PromptContent:
 
 
 def _framed(data: bytes) -> bytes:
-    """With its length in front, so that what follows cannot be taken for a part of it."""
+    """The data with its length in front, so that what follows cannot be mistaken for part of it."""
     return len(data).to_bytes(4, "little") + data

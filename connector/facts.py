@@ -106,7 +106,6 @@ class EngineFacts:
     """One engine, as far as the connector cares. Pickles: ranks send theirs to the scheduler side.
 
     Attributes:
-        vllm_version: e.g. `0.32.0`.
         model_path: Folder or name given to the engine.
         architecture: The model class.
         model_config: The model's configuration as plain JSON, floats as text.
@@ -130,7 +129,6 @@ class EngineFacts:
         retention_tokens: vLLM's `prefix_cache_retention_interval`.
     """
 
-    vllm_version: str
     model_path: str
     architecture: str
     model_config: Mapping[str, Any]

@@ -17,12 +17,12 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
-    """Never let an error of a hook reach the engine: count it, log it with its traceback, answer the fallback.
+    """Keep errors of a hook from the engine: count them, log them with their traceback, return the fallback.
 
     The hook's object counts in `guarded_errors`; the first 20 are logged.
 
     Args:
-        fallback: What the engine is answered instead; called when it can be called.
+        fallback: What the engine gets instead; called if it is callable.
     """
 
     def decorate(hook: Hook) -> Hook:

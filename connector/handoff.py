@@ -1,8 +1,8 @@
-"""Disaggregated prefill: what a prefill engine gives a decode engine to wait for, in `kv_transfer_params`.
+"""Disaggregated prefill: the receipt by which a decode engine knows what to wait for, in `kv_transfer_params`.
 
-The prefill engine's answer is there before its last pages are stored. It carries a receipt: how many tokens of the
-prompt will be in the store. A proxy passes the answer's `kv_transfer_params` on to the decode engine, which then asks
-the store again until that many are there. Nobody polls, and no proxy has to know what a page is.
+The prefill engine answers before its last pages are stored. Its answer carries a receipt: how many tokens of the prompt
+will be in the store. A proxy passes the answer's `kv_transfer_params` on to the decode engine, which asks the store
+again until that many are there. No proxy has to know what a page is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Handoff:
     """What a request may wait for.
 
     Attributes:
-        tokens: Of its prompt, that many are in the store or on their way.
-        wait_s: How long they are waited for; what has come by then is used.
+        tokens: Tokens of its prompt that are in the store or on their way.
+        wait_s: How long to wait for them; what has arrived by then is used.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff 
 
     Args:
         params: The request's.
-        most_s: It is waited for no longer than this, whatever the request says.
+        most_s: The longest wait, whatever the request says.
     """
     value = params.get(_KEY) if params is not None else None
     if not isinstance(value, Mapping):

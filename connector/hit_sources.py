@@ -12,13 +12,13 @@ _ELSEWHERE = "external_unspecified"
 
 
 def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """Share a hit's tokens out by where its records were read from; the shares add up to `tokens`.
+    """Divide a hit's tokens by where its records were read from; the shares add up to `tokens`.
 
     A record is not a number of tokens, so a hit from several tiers is shared in proportion to its records.
 
     Args:
         records_by_tier: By name of the tier, as the store counted them.
-        tokens: What the hit is long.
+        tokens: Length of the hit.
 
     Returns:
         Tokens by the value of vLLM's `CacheHitSource`; none of them zero.
@@ -33,7 +33,7 @@ def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, i
     shares, given, seen = {}, 0, 0
     for place, count in sorted(records.items()):
         seen += count
-        upto = tokens * seen // total  # rounding down a running sum: nothing is lost and nothing comes twice
+        upto = tokens * seen // total  # rounding a running sum: nothing is lost or counted twice
         shares[place] = upto - given
         given = upto
     return {place: share for place, share in shares.items() if share}

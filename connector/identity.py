@@ -1,4 +1,4 @@
-"""Which namespace an engine belongs to: everything that its page bytes depend on, in words."""
+"""Which namespace an engine belongs to: a description of everything that its page bytes depend on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CacheShape:
 
 
 def read_shape(facts: EngineFacts) -> CacheShape | str:
-    """The shape, or in words why this model's cache has none."""
+    """The shape, or a text on why this model's cache has none."""
     boundary = facts.scheduler_block_tokens
     if boundary % LINK_TOKENS:
         return f"the block size must be a multiple of {LINK_TOKENS} tokens, seen {boundary}"
@@ -80,7 +80,7 @@ def _share_out(group: GroupFacts, ranks: int) -> GroupShape:
     content = group.content
     if isinstance(content, StateFacts):
         bands = layer_bands(len(group.layer_names), content.num_bytes)
-        # a share of a rank cannot be cut for another number of ranks, so there are as many shares as ranks
+        # a rank's share cannot be divided for another number of ranks, so there are as many shares as ranks
         slices = SliceGrid(bands, ranks) if content.replicated else SliceGrid(bands * ranks)
         return GroupShape(group, slices, None)
     if isinstance(group.kind, Latent):
@@ -91,7 +91,7 @@ def _share_out(group: GroupFacts, ranks: int) -> GroupShape:
 
 def _page_tokens(groups: tuple[GroupShape, ...], boundary: int) -> int:
     if any(group.is_state for group in groups):
-        return boundary  # the only points that such a model can be resumed at
+        return boundary  # such a model can be resumed at boundaries only
     wanted = []
     for group in groups:
         content = group.facts.content
@@ -115,7 +115,7 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
             "weights_id": weights_id,
             "compute_dtype": facts.compute_dtype,
             "quantization": facts.quantization,
-            # spelled out or not, it is the same type
+            # "auto" and its explicit spelling are the same type
             "cache_dtype": "auto" if facts.cache_dtype == facts.compute_dtype else facts.cache_dtype,
             **({"model_rules": facts.model_rules} if facts.model_rules else {}),
             "layout": describe_layout(shape.layout, tuple(_note(group, facts.tp_size) for group in shape.groups)),

@@ -1,4 +1,4 @@
-"""What the scheduler side tells the ranks to do in a step, and what they answer: plain values that pickle."""
+"""What the scheduler side tells the ranks to do in a step, and what they report: plain values that pickle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 __all__ = ["AuditJob", "AuditJobs", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""For each feed of a group the blocks of one span in token order, all equally many."""
+"""For each feed of a group the blocks of one span in token order; the same number for each feed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class SaveJob:
         start_tokens: First token of the span; `stop_tokens` for a state.
         stop_tokens: End of the span; its blocks are final when this step's forward is done.
         block_ids: The span's blocks, or the one block that holds the state.
-        retention: How long it is likely to be of use.
-        trace: Told to the store with each save; empty: nothing.
+        retention: How long it is likely to be useful.
+        trace: Passed to the store with each save; empty: none.
     """
 
     job_id: int
@@ -76,7 +76,7 @@ class LoadJob:
         pieces: All slices; a rank loads its own. `None`: the load could not be planned; ranks report it as failed,
             since vLLM waits for their report.
         audited: The blocks are read back before the load is reported.
-        trace: Told to the store with each load; empty: nothing.
+        trace: Passed to the store with each load; empty: none.
     """
 
     request_id: str
@@ -124,7 +124,7 @@ class StepJobs:
         loads: Requests to load for.
         saves: Pages to save, final after this step's forward.
         computes: Whether the step has a forward at all.
-        audit: What to look at once more.
+        audit: The audit's part.
     """
 
     loads: tuple[LoadJob, ...] = ()

@@ -1,4 +1,4 @@
-"""Announcements as vLLM's cache events, which its publisher sends beside those of its own blocks."""
+"""Announcements as vLLM's cache events, which its publisher sends together with those of its own blocks."""
 
 from __future__ import annotations
 

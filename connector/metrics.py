@@ -1,6 +1,6 @@
-"""What an engine's `/metrics` says about us: a table of stable names, and the arithmetic of what travels there.
+"""Our part of an engine's `/metrics`: a table of stable names, and the arithmetic of the payloads that carry values.
 
-The two sides count in `Meters`. What they counted since vLLM's last question travels as a *payload* of plain values:
+The two sides count in `Meters`. What they counted since vLLM last asked travels as a *payload* of plain values:
 `counters` and `gauges` by meter key, `times` as lists of seconds by meter name.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore.runtime.meters import Meters
 
-__all__ = ["COUNTERS", "GAUGES", "TIMES", "Drain", "Metric", "Payload", "merge", "metric_of", "summary"]
+__all__ = ["COUNTERS", "GAUGES", "TIMES", "Drain", "Metric", "Payload", "keep_gauges", "merge", "metric_of", "summary"]
 
 Payload = dict[str, dict[str, Any]]
 
@@ -26,16 +26,18 @@ class Metric:
     """One metric of `/metrics`.
 
     Attributes:
-        name: In Prometheus, where counters get `_total` behind it. Never renamed.
-        meter: In `Meters`.
-        documentation: For people.
+        name: Its name in Prometheus, where counters get the suffix `_total`. Never renamed.
+        meter: Its name in `Meters`.
+        documentation: Help text.
         label: Its one label beside vLLM's own, or `None`.
+        keeps_largest: A gauge that shows the largest value of any rank and time, not the last one.
     """
 
     name: str
     meter: str
     documentation: str
     label: str | None = None
+    keeps_largest: bool = False
 
 
 COUNTERS = (
@@ -87,7 +89,11 @@ COUNTERS = (
         "Slices of pages and states handed to the store, by what became of them.",
         "outcome",
     ),
-    Metric("vllm:kvstore_saves_delayed", "connector_saves_delayed", "Saves that waited for room in host memory."),
+    Metric(
+        "vllm:kvstore_saves_delayed",
+        "connector_saves_delayed",
+        "Times that a request's saves had to wait for room in host memory.",
+    ),
     Metric("vllm:kvstore_saved_raw_bytes", "connector_raw_bytes_saved", "Bytes copied from KV blocks to be saved."),
     Metric("vllm:kvstore_saved_bytes", "connector_bytes_stored", "Encoded bytes that the store took."),
     Metric("vllm:kvstore_audits", "connector_audits", "Hits chosen to be computed again and compared."),
@@ -120,11 +126,13 @@ GAUGES = (
         "vllm:kvstore_audit_max_difference",
         "connector_audit_max_difference",
         "Largest difference that an audit has seen on any rank.",
+        keeps_largest=True,
     ),
     Metric("vllm:kvstore_saves_in_flight", "connector_saves_in_flight", "Save jobs that ranks still hold memory for."),
 )
 
 _BY_METER: Mapping[str, Metric] = {metric.meter: metric for metric in (*COUNTERS, *TIMES, *GAUGES)}
+_LARGEST = frozenset(metric.meter for metric in GAUGES if metric.keeps_largest)
 _GAUGE_METERS = frozenset(metric.meter for metric in GAUGES)
 
 
@@ -141,8 +149,8 @@ class Drain:
     """What one side's meters have counted since the last time somebody asked.
 
     Args:
-        meters: The side's; gauges that are set there are told as such.
-        gauges: Gives further gauges by meter name. Only those that changed are told.
+        meters: The side's meters; gauges that are set there are reported as such.
+        gauges: Returns further gauges by meter name. Only changes are reported.
     """
 
     def __init__(self, meters: Meters, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
@@ -175,7 +183,7 @@ class Drain:
 
 
 def merge(into: Payload, other: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add another payload: counters add up, times follow each other, a later gauge replaces."""
+    """Add another payload: counters are summed, times appended; of a gauge the later value stays, or the largest."""
     for key, value in other.get("counters", {}).items():
         counters = into.setdefault("counters", {})
         counters[key] = counters.get(key, 0) + value
@@ -183,7 +191,13 @@ def merge(into: Payload, other: Mapping[str, Mapping[str, Any]]) -> None:
         times = into.setdefault("times", {})
         times[name] = [*times.get(name, ()), *values]
     if other.get("gauges"):
-        into.setdefault("gauges", {}).update(other["gauges"])
+        keep_gauges(into.setdefault("gauges", {}), other["gauges"])
+
+
+def keep_gauges(into: dict[str, float], other: Mapping[str, float]) -> None:
+    """Take up later values of gauges; of some only those that are larger."""
+    for name, value in other.items():
+        into[name] = max(into.get(name, value), value) if name in _LARGEST else value
 
 
 def summary(payload: Mapping[str, Mapping[str, Any]]) -> dict[str, int | float]:

@@ -1,7 +1,7 @@
 """vLLM's plugin entry point: makes `"kv_connector": "KVStoreConnector"` known by name in every process of an engine.
 
-vLLM calls `register` in the front end, the engine core and every worker. Nothing of ours is imported by it: the
-connector's module, and torch with it, is loaded when an engine is configured to use it.
+vLLM calls `register` in the front end, the engine core and every worker. It imports nothing of ours: the connector's
+module, and torch with it, is loaded when an engine is configured to use it.
 """
 
 from __future__ import annotations

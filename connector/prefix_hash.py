@@ -1,9 +1,9 @@
 """The prefix hash: our own SHA-256 chain over everything the KV of a prefix depends on.
 
 A link covers 16 tokens: `link = SHA-256(previous link + tokens as uint32 little-endian + rest)`; the rest is empty
-unless media or embeddings lie in the link. The root holds what the whole request has in common: `cache_salt`, and the
-digest of an adapter where there is one. Nothing in it depends on vLLM's block size or hash algorithm, on
-`PYTHONHASHSEED`, on the Python version or on file paths, so engines with different settings meet. The table of it is
+unless the link contains media or embeddings. The root holds what applies to the whole request: `cache_salt`, and the
+digest of its adapter, if any. Nothing depends on vLLM's block size or hash algorithm, on `PYTHONHASHSEED`, on the
+Python version or on file paths, so engines with different settings share pages. It is specified in
 docs/formats/prefix-hash-v1.md.
 """
 
@@ -27,12 +27,12 @@ _LINK_BYTES = LINK_TOKENS * 4
 class PrefixChain:
     """Hashes of a growing token sequence at every multiple of `step_tokens`.
 
-    Takes time linear in the tokens; for long prompts too long for the scheduler's thread.
+    Takes time linear in the tokens: for long prompts too long for the scheduler's thread.
 
     Args:
-        step_tokens: Distance of boundaries.
-        cache_salt: vLLM's.
-        content: What the prompt holds beside tokens.
+        step_tokens: Distance between boundaries.
+        cache_salt: vLLM's `cache_salt` of the request.
+        content: What the prompt has beside tokens.
     """
 
     def __init__(self, step_tokens: int, cache_salt: str | None = None, content: PromptContent | None = None) -> None:
@@ -49,7 +49,7 @@ class PrefixChain:
         self.boundaries: list[Boundary] = []
 
     def tell_adapter(self, digest: bytes) -> None:
-        """The adapter's content is known."""
+        """Set the digest of the adapter's content, which the root depends on."""
         assert self.adapter is not None
         assert self._hashed_tokens == 0
         assert len(digest) == hashlib.sha256().digest_size
@@ -75,7 +75,7 @@ class PrefixChain:
         self._link, self._hashed_tokens = link, position
 
     def _rest(self, start: int) -> bytes:
-        """What of the link at `start` its token ids do not tell."""
+        """The content of the link at `start` beside its token ids."""
         if self._media is None:
             self._media = self._content.media_in_links(LINK_TOKENS)
         rest = self._media.get(start, b"")

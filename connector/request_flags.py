@@ -1,7 +1,7 @@
 """What a single request asks of the cache: the object `kvstore` in its `kv_transfer_params`.
 
-An object of our own and not bare keys, since the parameters of all connectors of an engine travel in one map
-(`MultiConnector`, a proxy's `do_remote_prefill`): what is not in our object is not ours to judge.
+An object of our own and not bare keys, since the parameters of all connectors of an engine share one map
+(`MultiConnector`, a proxy's `do_remote_prefill`): what is outside our object is none of our business.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OBJECT = "kvstore"
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """Per-request control; the defaults are what a request without any gets.
+    """Per-request control; the defaults apply to a request without any.
 
     Attributes:
         load: May be resumed from stored pages.
         save: Its pages are stored.
-        retention: How long they are likely to be of use: `normal`, or `short` for what is not worth a place beyond
-            the node's memory. The first request that saves a page decides.
+        retention: How long they are likely to be useful: `normal`, or `short` for what is not worth a place beyond the
+            node's memory. The first request that saves a page decides.
     """
 
     load: bool = True
@@ -38,8 +38,8 @@ def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tupl
     """Read a request's `kv_transfer_params`.
 
     Returns:
-        The flags, and for people what of our object was not understood. What is not understood is left out: a request
-        is answered, whatever its hints are worth.
+        The flags, and messages on what of our object was not understood, which is ignored: bad hints must not fail a
+        request.
     """
     ours = parameters.get(OBJECT) if isinstance(parameters, Mapping) else None
     if ours is None:

@@ -12,12 +12,12 @@ from typing import Any
 
 from kvstore.client import ClientTls
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.sizes import parse_bytes
 
 __all__ = ["ConnectorSettings", "cache_folder"]
 
 MIB = 1 << 20
 _ENVIRONMENT = "KVSTORE_CONNECTOR_"
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _MODES = ("both", "load", "save", "off")
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
 
@@ -209,16 +209,9 @@ def _convert(origin: str, wanted: str, value: Any) -> Any:
             return value
         if isinstance(value, float) and value.is_integer():
             return int(value)
-        if isinstance(value, str) and (number := _parse_number(value)) is not None:
-            return number
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return parse_bytes(value)
     expected = {"bool": "true or false", "float": "a number", "int": "a whole number, or for bytes a text like '8GiB'"}
     kind = "text" if wanted.startswith("str") else expected["int" if wanted.startswith("int") else wanted]
     raise InvalidRequest(f"expected {kind}", field=origin, seen=repr(value))
-
-
-def _parse_number(text: str) -> int | None:
-    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text.strip()[len(digits) :].strip().lower()
-    if unit not in _UNITS or not digits.isdecimal():
-        return None
-    return int(digits) * _UNITS[unit]

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, merge, metric_of, summary
+from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, keep_gauges, merge, metric_of, summary
 
 __all__ = ["KVStorePromMetrics", "KVStoreStats"]
 
@@ -20,12 +20,12 @@ class KVStoreStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
-        """Take up what another rank, the scheduler's side or a later step counted."""
+        """Add what another rank, the scheduler's side or a later step counted."""
         merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The interval in a line of the log."""
+        """A summary of the interval for a line of the log."""
         return summary(self.data)
 
     def is_empty(self) -> bool:
@@ -51,6 +51,7 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
+        self._gauges: dict[int, dict[str, float]] = {}  # what is shown, by engine
         for metric in COUNTERS:
             labels = [*labelnames, *([metric.label] if metric.label else [])]
             self._metrics[metric.meter] = self._counter_cls(
@@ -68,7 +69,7 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
                 multiprocess_mode="mostrecent",
             )
         for metric in (*COUNTERS, *TIMES, *GAUGES):
-            if metric.label is None:  # so that they are there from the start, at zero
+            if metric.label is None:  # so that they exist from the start, at zero
                 for engine_index in per_engine_labelvalues:
                     self._child(metric.meter, engine_index)
 
@@ -82,7 +83,9 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
             histogram = self._child(name, engine_idx)
             for value in values:
                 histogram.observe(value)
-        for name, value in transfer_stats_data.get("gauges", {}).items():
+        shown = self._gauges.setdefault(engine_idx, {})
+        keep_gauges(shown, transfer_stats_data.get("gauges", {}))
+        for name, value in shown.items():
             self._child(name, engine_idx).set(value)
 
     def _child(self, meter: str, engine_index: int, label: str | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""What an engine shows of us and takes from us beside pages: statistics, hit sources, cache events, set-up hooks."""
+"""The engine's hooks that neither save nor load: statistics, hit sources, cache events, set-up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineSurface:
     """Hooks of `KVStoreConnector` that neither save nor load.
 
     Attributes:
-        model: The worker's model, where an engine hands it over; kept for selective recomputation.
+        model: The worker's model, if the engine passes it on; kept for selective recomputation.
     """
 
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -64,7 +64,7 @@ class EngineSurface:
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
-        """Statistics as they came out of another process."""
+        """Statistics that came from another process."""
         return KVStoreStats(data if data is not None else {})
 
     @classmethod
@@ -82,14 +82,14 @@ class EngineSurface:
 
     @guarded(fallback=dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """The hit's tokens by where they came from; they add up."""
+        """The hit's tokens by where they came from; the numbers add up to the hit."""
         staged = self._being_loaded(request.request_id)
         sources = staged.sources if staged is not None else {}
         return {CacheHitSource(place): count for place, count in split_tokens(sources, num_external_tokens).items()}
 
     @guarded(fallback=list)
     def take_events(self) -> list[Any]:
-        """Cache events since the last call: a list, since vLLM asks for its truth."""
+        """Cache events since the last call; a list, since vLLM tests its truth value."""
         if self.scheduler_side is not None:
             self.scheduler_side.on_step_reported()  # vLLM asks once for each step, when it has the step's results
         if self._announcements is None or self._kv_cache_config is None:
@@ -98,7 +98,7 @@ class EngineSurface:
         return list(to_events(taken, self._announcements.shape, self._kv_cache_config)) if taken else []
 
     def _publish_events(self, shape: CacheShape, num_ranks: int) -> None:
-        """Announce pages from now on, where the engine publishes cache events."""
+        """Announce pages from now on, if the engine publishes cache events."""
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events or self.scheduler_side is None:
             return
@@ -107,7 +107,7 @@ class EngineSurface:
 
     @guarded()
     def _announce_request(self, request: Any) -> None:
-        """A request came whose pages may be announced."""
+        """Note a request whose pages may be announced."""
         if self._announcements is None:
             return
         adapter = request.lora_request
@@ -123,7 +123,7 @@ class EngineSurface:
 
     @guarded()
     def _announce_hit(self, request: Any) -> None:
-        """A hit is being loaded: its pages are where they were read from."""
+        """Announce the pages of a hit that is being loaded: they are where they were read from."""
         if self._announcements is None or self.scheduler_side is None:
             return
         state, staged = self.scheduler_side.ledger.find(request.request_id), self._being_loaded(request.request_id)
@@ -135,18 +135,18 @@ class EngineSurface:
         return result_or_none(state.loading.future) if state is not None and state.loading is not None else None
 
     def get_finished_count(self) -> int | None:
-        """Every rank reports every load once, so vLLM counts all ranks, as it does by itself."""
+        """Every rank reports every load once, so vLLM counts all ranks, as it does by default."""
         return None
 
     # ---- worker side
 
     @guarded()
     def initialize_worker_connector(self, initialization_data: Any) -> None:
-        """Take what an engine tells its workers' connectors once the model is loaded.
+        """Take what an engine passes to its workers' connectors once the model is loaded.
 
         Proposed to vLLM; no release calls it yet.
 
         Args:
-            initialization_data: Any object; its `model`, where it has one, is kept.
+            initialization_data: Any object; its `model`, if it has one, is kept.
         """
         self.model = getattr(initialization_data, "model", None)

@@ -1,8 +1,9 @@
-"""What is read from vLLM's objects, as plain values: a vLLM upgrade touches this file and `connector.py` only."""
+"""Reads vLLM's objects into plain values: a vLLM upgrade touches only this file and `connector.py`."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.vllm_rules import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 
-__all__ = ["SUPPORTED_VLLM", "cache_layers", "read_facts"]
+__all__ = ["SUPPORTED_VLLM", "cache_layers", "read_facts", "read_name"]
 
 SUPPORTED_VLLM = ("0.32",)
 _QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
@@ -35,11 +36,19 @@ _TOKEN_BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
     *("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
 )
-"""On a GPU these keep a token's key and then its value, or its latent vector, where the tensor says: read in 0.32."""
+"""On a GPU these store a token's key and then its value, or its latent vector, as the tensor's strides say (0.32)."""
 
 
 class _Unsupported(Exception):
     """Why this engine's cache cannot be cached, in words for the operator."""
+
+
+def read_name(vllm_config: Any) -> str:
+    """What people see of this process in the status of the service that it is connected to."""
+    model = vllm_config.model_config
+    served = model.served_model_name or model.model
+    name = str(served if isinstance(served, str) else served[0]).rstrip("/").rpartition("/")[2]
+    return f"vllm {name}, pid {os.getpid()}"
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -54,7 +63,6 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     except _Unsupported as reason:
         unsupported = str(reason)
     return EngineFacts(
-        vllm_version=vllm.__version__,
         architecture=str((model.architectures or ["unknown"])[0]),
         compute_dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
@@ -89,6 +97,9 @@ def _refuse_unsupported_engines(vllm_config: Any) -> None:
         raise _Unsupported("pipeline parallelism is not supported: the layers of a page are on one rank")
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
         raise _Unsupported("context parallelism (DCP, PCP) is not supported: its interleaved tokens are not proven")
+    if vllm_config.model_config.is_diffusion:
+        # a request may end with a canvas that no forward has written to its blocks (`diffusion_read_only`)
+        raise _Unsupported("diffusion models are not supported: not all they answer with is in their cache")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise _Unsupported("calculate_kv_scales makes scales of each engine's own; use the checkpoint's scales")
     if not current_platform.is_cpu() and not current_platform.is_cuda():
@@ -102,7 +113,7 @@ class _Layer:
 
 
 def _read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[GroupFacts, ...]:
-    """All layers by kind and spec, whatever the groups that vLLM made of them."""
+    """All layers by kind and spec, regardless of vLLM's groups."""
     layers: dict[tuple[Any, ...], list[_Layer]] = {}
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if index not in kv_cache_config.prefix_cacheable_group_ids:
@@ -153,7 +164,7 @@ def _kind_of(spec: Any) -> GroupKind:
         return ChunkedLocal(spec.attention_chunk_size)
     if type(spec) is MLAAttentionSpec and spec.model_version is None:
         return Latent()
-    if type(spec) is FullAttentionSpec:  # also for windows where vLLM's hybrid manager is off: it keeps every block
+    if type(spec) is FullAttentionSpec:  # also for windows if vLLM's hybrid manager is off: it keeps every block
         return FullAttention()
     raise _Unsupported(f"caches of kind {type(spec).__name__} are not supported yet")
 
@@ -186,7 +197,7 @@ def _read_content(vllm_config: Any, spec: Any) -> CellFacts | StateFacts:
 
 
 def _total_heads(vllm_config: Any, spec: Any) -> int:
-    """KV heads of the whole model: a rank with one head may hold a copy of another rank's."""
+    """KV heads of the whole model; if each rank has one, some may be copies of another rank's."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1 or spec.num_kv_heads > 1:
         return int(spec.num_kv_heads) * ranks
@@ -215,7 +226,7 @@ def _packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | i
 
 
 def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | int], ...]:
-    """Attention: the order of channels within a token alone, so that engines of other layouts and block sizes meet."""
+    """For attention only the order of channels in a token, so that engines of any layout and block size share pages."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     if layer is None:
         raise _Unsupported(f"the attention backend of {name} is not known")

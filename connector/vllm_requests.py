@@ -16,7 +16,7 @@ from connector.content import AdapterRequest, EmbeddedPrompt, MediaItem, PromptC
 __all__ = ["RequestReader", "read_trace"]
 
 _NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
-"""vLLM's own names for media that it neither hashes nor caches: they begin anew with every process."""
+"""vLLM's own names for media that it neither hashes nor caches: their numbers restart in every process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class RequestReader:
     """Reads the content of requests of one engine.
 
     Attributes:
-        trusts_media: Identifiers of media stand for their content, whoever chose them.
-        media_rules: Settings of the engine that change what is made of a media item.
-        adapters_on_media: Adapters change what is made of media items too.
+        trusts_media: Identifiers of media are taken for their content, whoever chose them.
+        media_rules: Digest of the engine's settings that change how media items are processed.
+        adapters_on_media: Adapters change how media items are processed, too.
     """
 
     trusts_media: bool = False
@@ -37,7 +37,7 @@ class RequestReader:
     def of(
         cls, *, trusts_media: bool, media_rules: Mapping[str, Any], adapter_rules: Mapping[str, str]
     ) -> RequestReader:
-        """From what the operator and the engine have set."""
+        """A reader for the settings of the operator and the engine."""
         told = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
         return cls(trusts_media, told, "media_towers" in adapter_rules)
 
@@ -45,7 +45,7 @@ class RequestReader:
         """What a request has beside tokens; `None`: nothing.
 
         Raises:
-            UncacheableContent: It depends on something that is not content, or not known to be.
+            UncacheableContent: It depends on something that is not content, or not known to be content.
         """
         if getattr(request, "resumable", False):
             raise UncacheableContent("streaming_session", "a streaming session changes its prompt as it goes")
@@ -74,7 +74,7 @@ class RequestReader:
 
 
 def read_trace(request: Any) -> str:
-    """The W3C `traceparent` of a request; empty where vLLM is not told to trace (`--otlp-traces-endpoint`)."""
+    """The W3C `traceparent` of a request; empty if vLLM does not trace (`--otlp-traces-endpoint`)."""
     headers = getattr(request, "trace_headers", None)
     return str(headers.get("traceparent", "")) if headers else ""
 

@@ -1,4 +1,4 @@
-"""What of vLLM's settings decides what a model, its adapters and its media are; read without importing vLLM."""
+"""vLLM's settings that determine what a model, its adapters and its media are; read without importing vLLM."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 __all__ = ["read_rules"]
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
-"""Of a model's configuration and of those in it: where it came from, and what vLLM writes into it."""
+"""Keys of a model's configuration, nested ones included, that say where it came from or that vLLM writes into it."""
 
 _TYPES = ("torch_dtype", "dtype")
-"""Told by `compute_dtype`, which vLLM may have been given."""
+"""Covered by `compute_dtype`, which an operator may have chosen."""
 
 _LONG_ROPES = ("longrope", "su")
 
@@ -24,7 +24,7 @@ _MEDIA_SETTINGS = (
 
 
 def read_rules(vllm_config: Any) -> dict[str, Any]:
-    """These fields of `EngineFacts`: where the weights are, what is computed with them, and what changes that."""
+    """Some fields of `EngineFacts`: where the weights are, what is computed with them, and what changes that."""
     model = vllm_config.model_config
     return {
         "model_path": _weights_folder(vllm_config, model),
@@ -38,7 +38,7 @@ def read_rules(vllm_config: Any) -> dict[str, Any]:
 
 
 def _weights_folder(vllm_config: Any, model: Any) -> str:
-    """The folder behind a model's name: a name of the hub stands for a folder of its cache."""
+    """The folder of a model's weights: a name on the hub is resolved to a folder in its cache."""
     name = str(model.model)
     if Path(name).exists():
         return name
@@ -48,7 +48,7 @@ def _weights_folder(vllm_config: Any, model: Any) -> str:
         folder = snapshot_download(
             name, revision=model.revision, cache_dir=vllm_config.load_config.download_dir, local_files_only=True
         )
-    except (OSError, ValueError):  # not of the hub, or not there: the weights need an id from the operator
+    except (OSError, ValueError):  # not from the hub, or not cached: the weights need an id from the operator
         return name
     return str(folder)
 
@@ -72,11 +72,11 @@ def _without_volatile(value: Any) -> Any:
 
 
 def _model_rules(model: Any) -> dict[str, Any]:
-    """What of an engine's settings changes the model, beside its configuration. Empty for nearly all engines."""
+    """An engine's settings that change the model, beside its configuration. Empty for nearly all engines."""
     rules: dict[str, Any] = {}
     config = model.hf_config.to_dict()
     originals = list(_original_lengths(config, config.get("original_max_position_embeddings")))
-    if originals:  # vLLM chooses one set of factors for good, by the longest request that it would take
+    if originals:  # vLLM chooses one set of factors at start, by the longest request that it would accept
         rules["long_rope"] = [model.max_model_len > original for original in originals]
     if model.quantization_config is not None:
         rules["quantization_config"] = _plain(_as_mapping(model.quantization_config))
@@ -108,7 +108,7 @@ def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:
 
 
 def _media_rules(media: Any) -> dict[str, Any]:
-    """What of an engine's settings is not in the hash of an item that vLLM makes of it."""
+    """An engine's settings that affect media items but are not covered by vLLM's hash of an item."""
     found = {name: _plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
     return {name: value for name, value in found.items() if value}
 
@@ -118,7 +118,7 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON without floats: a description is compared byte by byte, and text of a float is exact (`repr`)."""
+    """JSON without floats: descriptions are compared byte by byte, and the text of a float is exact (`repr`)."""
     if isinstance(value, float):
         return repr(value)
     if value is None or isinstance(value, str | int | bool):

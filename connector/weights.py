@@ -18,7 +18,7 @@ __all__ = ["WeightsIdFile", "digest_weights", "file_identity", "find_weight_file
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BY_SUFFIX = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
-"""Load formats that take safetensors where there are any."""
+"""Load formats that prefer safetensors if there are any."""
 _ANY_FILE = ("pt", "npcache", "gguf", "bitsandbytes")
 _CHUNK_BYTES = 8 << 20
 _ID_BYTES_MAX = 1024
@@ -31,10 +31,10 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
 
     Args:
         model_path: The folder.
-        load_format: vLLM's: which of its files it reads, or that the weights are from somewhere else.
+        load_format: vLLM's setting: which of the files it reads, or that the weights come from elsewhere.
 
     Raises:
-        InvalidRequest: There is none, or the weights are not from files: the operator has to set `weights_id`.
+        InvalidRequest: There are none, or the weights are not from files: the operator has to set `weights_id`.
     """
     if load_format not in (*_BY_SUFFIX, *_ANY_FILE):
         raise InvalidRequest(
@@ -56,12 +56,12 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
 def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     """SHA-256 over names and contents of `files`, as hex.
 
-    Reads all bytes once (about 1 GB/s a core, files side by side); digests of single files are kept in `cache_folder`
-    by path, size, modification time and inode, so that the next start costs nothing.
+    Reads all bytes once (about 1 GB/s per core, files in parallel); digests of single files are cached in
+    `cache_folder` by path, size, dates and inode, so that the next start costs nothing.
     """
     cache = cache_folder / "weights.json"
     known = _read_cache(cache)
-    # before reading: a file that is replaced meanwhile must not be known by the digest of what it was
+    # before reading: a file that is replaced meanwhile must not be cached under the digest of its old content
     identities = [file_identity(file) for file in files]
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
         digests = list(pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files))
@@ -90,7 +90,7 @@ def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
 class WeightsIdFile:
     """The file that an operator writes the id of new weights to.
 
-    What it holds at the start is not read: it may be of an earlier run, and what the engine has are the model's files.
+    What it holds at the start is ignored: it may be from an earlier run, and the engine has the model's files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,8 +101,8 @@ class WeightsIdFile:
         """The id that was written since the last `take`, or `None`.
 
         Raises:
-            InvalidRequest: What was written is no id, or it is being written.
-            OSError: It cannot be read.
+            InvalidRequest: What was written is not an id, or the file is being written.
+            OSError: The file cannot be read.
         """
         stamp = self._stamp()
         if stamp is None or stamp == self._taken:
@@ -116,7 +116,7 @@ class WeightsIdFile:
         return data.decode("ascii")
 
     def take(self) -> None:
-        """What is in the file now has been used."""
+        """Note that the file's current content has been used."""
         self._taken = self._stamp()
 
     def _stamp(self) -> tuple[int, int, int] | None:
@@ -128,9 +128,9 @@ class WeightsIdFile:
 
 
 def file_identity(file: Path) -> str:
-    """Changes when a file's content does, as far as its metadata can tell."""
+    """Changes when a file's content does, as far as its metadata can tell: the date of its last change no tool sets."""
     stat = file.resolve().stat()
-    return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+    return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 
 
 def _digest_file(file: Path) -> str:
@@ -159,4 +159,4 @@ def _write_cache(cache: Path, content: dict[str, str]) -> None:
             json.dump(dict(list(content.items())[-1000:]), stream)
         os.replace(stream.name, cache)
     except OSError:
-        return  # a cache that cannot be kept costs the next start a second, nothing else
+        return  # a lost cache costs the next start a second, nothing else

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from demo.backends import Backend, embedded, real
-from demo.report import Row, as_line, as_table, failures
+from demo.report import Row, as_line, as_table, failures, row_of
 from demo.runs import Prompt, Run, run_connected, run_reference
 from demo.shell import Say, run_as_program
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
@@ -70,7 +70,7 @@ def _save_and_restore(backend: Backend, references: References, work: Path, say:
 
 def _restore(name: str, backend: Backend, references: References, work: Path, say: Say) -> list[Row]:
     return [
-        _row(name, prompt, answers, _run(name, backend, prompt, work, say)) for prompt, answers in references.values()
+        row_of(name, prompt, answers, _run(name, backend, prompt, work, say)) for prompt, answers in references.values()
     ]
 
 
@@ -83,23 +83,6 @@ def _run(name: str, backend: Backend, prompt: Prompt, work: Path, say: Say) -> R
         counters=backend.counters,
         work=work,
         say=say,
-    )
-
-
-def _row(name: str, prompt: Prompt, reference: tuple[Answer, Answer], run: Run) -> Row:
-    computed, resumed = reference
-    return Row(
-        model=prompt.model,
-        run=name,
-        prompt_tokens=len(prompt.tokens),
-        external_tokens=run.answer.num_cached_tokens,
-        recompute_ttft_s=computed.ttft_s,
-        restored_ttft_s=run.answer.ttft_s,
-        raw_bytes=int(run.counters.get("connector_raw_bytes_loaded", 0)),
-        stored_bytes=run.stored_bytes,
-        outputs_equal=run.answer.tokens == resumed.tokens,
-        logprob_difference=run.answer.difference(resumed),
-        tiers=run.tiers,
     )
 
 

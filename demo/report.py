@@ -9,7 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-__all__ = ["Row", "as_line", "as_table", "failures"]
+from demo.runs import Prompt, Run
+from kvstore.testing.engine import Answer
+
+__all__ = ["Row", "as_line", "as_table", "failures", "row_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,24 @@ class Row:
             "outputs_equal": self.outputs_equal,
             "tiers": dict(self.tiers),
         }
+
+
+def row_of(name: str, prompt: Prompt, reference: tuple[Answer, Answer], run: Run) -> Row:
+    """A run beside its `reference`, as `run_reference` returned it."""
+    computed, resumed = reference
+    return Row(
+        model=prompt.model,
+        run=name,
+        prompt_tokens=len(prompt.tokens),
+        external_tokens=run.answer.num_cached_tokens,
+        recompute_ttft_s=computed.ttft_s,
+        restored_ttft_s=run.answer.ttft_s,
+        raw_bytes=int(run.counters.get("connector_raw_bytes_loaded", 0)),
+        stored_bytes=run.stored_bytes,
+        outputs_equal=run.answer.tokens == resumed.tokens,
+        logprob_difference=run.answer.difference(resumed),
+        tiers=run.tiers,
+    )
 
 
 def as_line(rows: Sequence[Row]) -> str:

@@ -47,11 +47,20 @@ END
     printf '[default]\naws_access_key_id = %s\naws_secret_access_key = %s\n' "$access_key" "$secret_key" > s3-credentials
 fi
 
-# The administration port: Prometheus shows the token, the services know its digest.
+# The administration port: Prometheus and the operator show their tokens, the services know the digests.
+credential() { # $1 a token, $2 its scope
+    printf '[[credential]]\ntenant = "*"\nscopes = ["%s"]\ntoken_sha256 = "%s"\n' "$2" "$(digest "$1")"
+}
 if [ ! -e metrics-token ] || [ ! -e credentials.toml ]; then
     token=$(random 32)
     printf %s "$token" > metrics-token
-    printf '[[credential]]\ntenant = "*"\nscopes = ["read"]\ntoken_sha256 = "%s"\n' "$(digest "$token")" > credentials.toml
+    credential "$token" read > credentials.toml
+    rm -f operator-token
+fi
+if [ ! -e operator-token ]; then
+    token=$(random 32)
+    (umask 077 && printf %s "$token" > operator-token) # for people on this host alone: no container has it
+    credential "$token" admin >> credentials.toml
 fi
 
 if [ ! -e grafana-password ]; then
@@ -59,3 +68,4 @@ if [ ! -e grafana-password ]; then
 fi
 
 echo "secrets are in $directory; Grafana's password for the user admin: $directory/grafana-password"
+echo "what dashboards and the command line of the services ask for: $directory/operator-token"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from demo.report import Row, as_line, as_table, failures
+from demo.report import Row, as_line, as_table, failures, row_of
 from demo.runs import Prompt, Run, run_connected, run_reference
 from demo.shell import Say, run_as_program
 from kvstore.client import BlockingStore, ClientOptions
@@ -47,26 +47,12 @@ def run(save_url: str, load_url: str, prompt_tokens: int, folder: Path, say: Say
     # Asked for the first time, also where the stack has seen this demo before: then there is something to save.
     seed = PROMPT_SEED + time.time_ns() % 1_000_000_007
     prompt = Prompt(MODEL, checkpoint, seeded_prompt(seed, prompt_tokens, vocabulary=VOCABULARY))
-    computed, resumed = run_reference(prompt, folder, say)
+    reference = run_reference(prompt, folder, say)
     _connected("b", save_url, prompt, folder, say)
     say("(b) waiting until all pages have reached Redis and S3")
     wait_saved(lambda: status(save_url))
     restored = _connected("c", load_url, prompt, folder, say)
-    return [
-        Row(
-            model=MODEL,
-            run="c",
-            prompt_tokens=len(prompt.tokens),
-            external_tokens=restored.answer.num_cached_tokens,
-            recompute_ttft_s=computed.ttft_s,
-            restored_ttft_s=restored.answer.ttft_s,
-            raw_bytes=int(restored.counters.get("connector_raw_bytes_loaded", 0)),
-            stored_bytes=restored.stored_bytes,
-            outputs_equal=restored.answer.tokens == resumed.tokens,
-            logprob_difference=restored.answer.difference(resumed),
-            tiers=restored.tiers,
-        )
-    ]
+    return [row_of("c", prompt, reference, restored)]
 
 
 def _connected(name: str, url: str, prompt: Prompt, folder: Path, say: Say) -> Run:

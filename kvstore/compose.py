@@ -165,7 +165,7 @@ async def _guarded(
         return None
     guarded = GuardedTier(tier, meters=meters, clock=clock, events=events, tracing=tracing)
     stack.push_async_callback(guarded.aclose)
-    await _look_at(tier, setting, clock)
+    await _look_at(guarded, setting, clock)
     return guarded
 
 
@@ -326,12 +326,14 @@ def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:
     )
 
 
-async def _look_at(tier: Tier, setting: object, clock: Clock) -> None:
-    """Warn when the tier does not answer, and of what an operator should change about it.
+async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
+    """Warn when the tier does not answer, and leave it alone until it does; or of what an operator should change
+    about it.
 
     Raises:
         UnsupportedFormat: A newer release has migrated it.
     """
+    tier = guarded.inner
     try:
         note = await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_PROBE_S, clock))
     except KVStoreError as error:
@@ -342,6 +344,8 @@ async def _look_at(tier: Tier, setting: object, clock: Clock) -> None:
             tier.name,
             error,
         )
+        if isinstance(error, Unavailable):
+            guarded.leave_alone(str(error))
         return
     check_store_version(note, tier.name)
     try:

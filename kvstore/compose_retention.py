@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from kvstore.catalog.books import JOBS, ORDERS, Book, FileBook
 from kvstore.catalog.entry import Level
-from kvstore.catalog.orders import FileOrders, OrderBook
 from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.admission import AdmitAll
@@ -25,7 +26,7 @@ from kvstore.store.standing_orders import StandingOrders
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
-__all__ = ["Bounds", "open_orders", "open_ownership", "open_retention"]
+__all__ = ["Bounds", "open_job_book", "open_orders", "open_ownership", "open_retention"]
 
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
@@ -126,23 +127,39 @@ async def open_orders(
     settings: Settings, recorder: Recorder | None, stack: AsyncExitStack, *, meters: Meters, clock: Clock
 ) -> StandingOrders | None:
     """What operators have ordered, as far as it is written down beside the catalog; `None`: there is no catalog."""
-    book: OrderBook
+    book: Book
     match settings.hot, settings.cold:
         case _ if recorder is None:
             return None
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_orders import RedisOrders
+            from kvstore.catalog.redis_books import RedisBook
             from kvstore.tiers.redis import open_control
 
-            book = RedisOrders(await stack.enter_async_context(open_control(hot)))
+            book = RedisBook(await stack.enter_async_context(open_control(hot)), ORDERS)
         case _, FileLocation() as cold:
-            book = FileOrders(cold.path / "orders.json")
+            book = FileBook(cold.path, ORDERS)
         case _:
             return None
     orders = StandingOrders(book, settings.quotas, meters=meters, clock=clock)
     stack.push_async_callback(orders.aclose)
     await orders.start()
     return orders
+
+
+@asynccontextmanager
+async def open_job_book(settings: Settings) -> AsyncIterator[Book | None]:
+    """Where long operations are remembered, beside the catalog, over a connection of its own; `None`: nowhere."""
+    match settings.hot, settings.cold:
+        case RedisLocation() as hot, _:
+            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.tiers.redis import open_control
+
+            async with open_control(hot) as client:
+                yield RedisBook(client, JOBS)
+        case _, FileLocation() as cold:
+            yield FileBook(cold.path, JOBS)
+        case _:
+            yield None
 
 
 def _admission(

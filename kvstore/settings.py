@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
+from kvstore.runtime.sizes import parse_bytes
 from kvstore.tiers.locations import (
     ColdLocation,
     FileLocation,
@@ -31,7 +31,7 @@ from kvstore.tiers.locations import (
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["TOKEN_VARIABLE", "Settings", "load_settings", "parse_bytes"]
+__all__ = ["TOKEN_VARIABLE", "Settings", "load_settings"]
 
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
@@ -41,27 +41,6 @@ TOKEN_VARIABLE = "KVSTORE_TOKEN"
 
 _FOREIGN_PREFIXES = ("KVSTORE_CONNECTOR_", "KVSTORE_TEST_")
 """The engine's side, and the test suite, read these."""
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGTP", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
-
-
-def parse_bytes(value: object) -> int:
-    """Read a number of bytes: a whole number, or text like `8GiB`, `500 MB`, `1.5TiB`.
-
-    Raises:
-        ValueError: Neither.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    unit = next((size for name, size in _UNITS.items() if match and name.lower() == match[2].lower()), None)
-    if match is None or unit is None:
-        raise ValueError("expected bytes, like 8GiB, 500MB or 1048576")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def _address(value: object) -> Address:
@@ -73,9 +52,13 @@ def _admin_address(value: object) -> TcpAddress | None:
         return value
     if value == "off":
         return None
-    address = _parsed(parse_address, f"tcp://{value}" if isinstance(value, str) and "://" not in value else value)
+    expected = "expected host:port or tls://host:port, like 127.0.0.1:7070, or off"
+    try:
+        address = parse_address(f"tcp://{value}" if "://" not in str(value) else str(value))
+    except InvalidRequest as error:
+        raise ValueError(expected) from error
     if not isinstance(address, TcpAddress):
-        raise ValueError("expected host:port or tls://host:port, like 127.0.0.1:7070, or off")
+        raise ValueError(expected)
     return address
 
 
@@ -98,12 +81,12 @@ def _parsed(parse: Any, value: object) -> Any:
 
 
 def _quotas(value: object) -> Mapping[str, Quota]:
-    """A table by tenant, or text like `team-a=10GiB:50GiB,team-b=:20GiB` of what is guaranteed and at most taken."""
+    """A table by tenant, or text like `team-a=10GiB:50GiB,team-b=:20GiB`: guarantee and maximum of each tenant."""
     if isinstance(value, str):
         parts = (part.partition("=") for part in value.split(",") if part)
         value = {
-            name.strip(): dict(zip(("guaranteed", "maximum"), sizes.split(":", 1), strict=False))
-            for name, _, sizes in parts
+            name.strip(): dict(zip(("guaranteed", "maximum"), sizes.split(":", 1), strict=False)) if equals else None
+            for name, equals, sizes in parts
         }
     if not isinstance(value, Mapping):
         raise ValueError("expected tenants with what they get, like team-a=10GiB:50GiB")
@@ -132,70 +115,77 @@ def _tenth_of_ram() -> int:
 
 
 class Settings(BaseSettings):
-    """What an operator may choose. Frozen; make it with `load_settings`.
+    """The settings of a service. Frozen; made with `load_settings`.
 
     Attributes:
         listen: Where engines connect: `unix:/path` or `tcp://host:port`. A Unix socket is faster and needs no token.
-        admin_listen: `host:port` of the administration interface, `tls://host:port` for one that speaks TLS, or `off`.
-            Without `credentials_file` a loopback address only, for processes of the service's own user.
-        token_file: A file with the token that clients on TCP must show; without it, or credentials, TCP is refused.
-        tls_certificate_file: What a `tls://` address shows, with its chain, in PEM; renewed files are taken up. Verbs
-            that ask such a service show it too, where it asks for one. Both ports use these files.
-        tls_key_file: Its key, if that is not in the same file.
-        tls_client_ca_file: Only peers with a certificate of these authorities may connect to a `tls://` address.
-        tls_ca_file: Authorities that verbs believe when they ask a `tls://` service; else the system's.
-        credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`: whoever
-            shows that token is that tenant, and tenants share nothing. Read again when it changes.
+        admin_listen: `host:port` of the administration interface, `tls://host:port` for one with TLS, or `off`. Without
+            `credentials_file` it must be a loopback address, and serves processes of the service's user only.
+        token_file: A file with the token that clients on TCP must present. A TCP service needs this or
+            `credentials_file`.
+        tls_certificate_file: Certificate of a `tls://` address, with its chain, in PEM; renewed files are reloaded.
+            Both ports use it. Verbs present it too, to a service that requires a client certificate.
+        tls_key_file: The certificate's key, if it is not in the same file.
+        tls_client_ca_file: If set, only clients with a certificate of these authorities may connect to a `tls://`
+            address.
+        tls_ca_file: Authorities that verbs trust when they ask a `tls://` service; else the system's.
+        credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`. A client's
+            token decides its tenant, and tenants share nothing. Read again when it changes.
         encryption_keys: A file with the keys that records are encrypted with before they are stored (see
-            docs/encryption.md), or `command:` and what prints such a file. Read again when it changes.
-        memory_bytes: Memory tier. More holds longer prompts at a time: one of 8,192 tokens of a 7B model is 0.5-4 GiB.
-        disk_bytes: Directory tier; by default a tenth of what is free there at start. Without a Redis whole boundaries
-            leave, ends of prefixes first; else, and while the catalog is made anew, the oldest records.
-        hot: A Redis that all nodes share, or `memory:` for none: then a node cannot read what another saved until it
-            is in `cold`.
-        hot_connections: To each server of `hot`, for records; one more carries small commands. More help where one
-            connection is slower than the link, TLS above all.
-        hot_in_flight_bytes: On their way to or from `hot` at a time; further reads and writes wait within their
-            deadline. At least 4 MiB; it bounds what a slow Redis holds of this node's memory.
-        catalog_look_s: How often one of the services asks `hot` whether it let records go by itself, and if so compares
-            the catalog with what is there. Longer costs Redis less, and totals are right later.
+            docs/encryption.md), or `command:` and a command that prints such a file. Read again when it changes.
+        memory_bytes: Size of the memory tier. It must hold the hits of a node's concurrent requests: one prompt of
+            8,192 tokens of a 7B model is 0.5-4 GiB.
+        disk_bytes: Size of the directory tier; by default a tenth of the free space at start. Without Redis whole
+            boundaries are evicted, longest prefixes first; else, and while the catalog is rebuilt, the oldest records.
+        hot: A Redis that all nodes share, or `memory:` for none: then a node cannot read what another saved until it is
+            in `cold`.
+        hot_connections: Connections to each server of `hot` for records; one more carries small commands. More help
+            where one connection is slower than the link, above all with TLS.
+        hot_in_flight_bytes: Bytes on their way to or from `hot` at a time; further reads and writes wait within their
+            deadline. At least 4 MiB. It limits the memory that a slow Redis can occupy on this node.
+        catalog_look_s: How often one of the services checks whether `hot` evicted records, and if so compares the
+            catalog with what is stored. Longer loads Redis less, but totals are corrected later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
-        cold_bytes: What `cold` may hold, over all services: where `hot` is a Redis, which keeps the books, or `cold` is
-            a directory; unset: no bound but `disk_bytes`. Ends of prefixes leave first, whole boundaries at a time.
-        cold_unused_s: What was neither stored nor read for so long leaves `cold`; unset: stays. Likewise.
-        quotas: Of `cold`, by tenant (see `credentials_file`): `guaranteed`, within which nothing of it leaves for
-            others, and `maximum`, beyond which it leaves before all others. In TOML a table, `[quotas.team-a]`;
-            elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. Guarantees together are three quarters of the bound at most.
-        retention_policy: Who leaves first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which tries these on the
-            lookups of this node, in small, and follows the one that hits most (see `kvstore simulate`).
-        retention_admission: What `cold` gets of saves that do not wait for `hot` or `cold`: `all`; on `second_sight`
-            only, what a lookup has asked for before, which saves most of the writes and costs the first reuse of what
-            `hot` has let go by then; `by_size` prompts of 1,024 tokens or more; or `auto`: all while there is room in
-            `cold_bytes`, then what hits most. Each namespace follows the service that owns it, as for the policy.
+        cold_bytes: What `cold` may hold, over all services; unset: no limit but `disk_bytes`. Needs a catalog: Redis as
+            `hot`, or a directory as `cold`. Whole boundaries are evicted, longest prefixes first.
+        cold_unused_s: Boundaries that were neither stored nor read for this long are removed from `cold`; unset: they
+            stay. Needs a catalog, as `cold_bytes`.
+        quotas: Shares of `cold`, by tenant (see `credentials_file`). Up to `guaranteed` bytes, nothing of a tenant is
+            evicted for others; beyond `maximum`, its own is evicted first. In TOML a table, `[quotas.team-a]`;
+            elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. All guarantees together are at most three quarters of the
+            limit.
+        retention_policy: What is evicted first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which simulates these on
+            a sample of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
+        retention_admission: Which records are written to `cold`, of saves that do not wait for `hot` or `cold`: `all`;
+            `second_sight`, only what a lookup asked for before, which avoids most writes, but loses the first reuse of
+            what `hot` has evicted by then; `by_size`, prompts of 1,024 tokens or more; or `auto`, all while
+            `cold_bytes` has room, then the rule with the most hits. The service that owns a namespace decides, as for
+            the policy.
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
-            flush per record, about 1 ms on NVMe and 10 ms on a disk.
-        stage_bytes: Of the memory tier, for leased records; at most three quarters, which is the default. A hit that
-            does not fit is cut.
-        lease_s: How long staged records stay if the engine falls silent. Longer pins memory for dead engines.
-        stall_timeout_ms: A stage ends when no bytes arrive for so long. Longer waits out a slow disk or link; the
-            request waits with it.
-        fetch_timeout_ms: One read of one record, of a few MiB, gives up after this.
-        write_back_bytes: Bytes that may wait for each slower tier. More rides out a longer outage, and is memory
-            beside `memory_bytes`. What `hot` holds already is not lost beyond it: it is copied from there later.
+            flush per record, which makes writes slower.
+        stage_bytes: Part of the memory tier for leased records; at most, and by default, three quarters. A hit that
+            does not fit is shortened.
+        lease_s: How long staged records stay in memory when their engine stops responding. Longer pins memory for dead
+            engines.
+        stall_timeout_ms: A stage ends when no bytes arrive for this long. Longer tolerates a slow disk or link; the
+            request waits as long.
+        fetch_timeout_ms: Timeout of one read of one record, which has a few MiB.
+        write_back_bytes: Bytes that may wait for each slower tier, in memory beside `memory_bytes`. More survives a
+            longer outage without losing saves. What `hot` holds already is copied from there later in any case.
         write_back_in_flight: Records written to one tier at a time. More is faster and takes more of the link.
-        pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services: `hot` may not evict
-            these. Beyond, new records are not written to `hot`, and saves that wait for it answer busy. Well below the
-            memory of `hot`: the rest of that is for hits.
-        pending_lease_s: So long after a service's death another one finishes what it left. Shorter finishes sooner, and
-            what a service that hangs for so long has begun is done twice.
-        drain_timeout_s: How long a stopping service goes on writing what waits.
-        log_format: `text`, or `json`: an object on each line, for collectors. Both tell the request, tenant and
-            namespace that a line belongs to, and neither shows a secret.
-        otlp_traces_endpoint: Where spans go, `http://collector:4318/v1/traces`; unset: there are none, at no cost.
+        pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services: `hot` cannot evict
+            them. Beyond this limit new records are not written to `hot`, and saves that wait for it answer busy. Keep
+            it well below the memory of `hot`: the rest is for hits.
+        pending_lease_s: How long after a service's death another one finishes its writes to `cold`. Shorter finishes
+            sooner, but repeats the work of a service that only hangs for that long.
+        drain_timeout_s: How long a stopping service keeps writing what waits.
+        log_format: `text`, or `json`: one object per line, for collectors. Both contain the request, tenant and
+            namespace that a line belongs to, and neither contains a secret.
+        otlp_traces_endpoint: Where spans are sent, `http://collector:4318/v1/traces`; unset: no tracing, at no cost.
             Needs `kvstore[tracing]`.
-        traces_share: Of requests that come without a trace of their own; one that comes with one is traced if that is.
-            All of a busy service's are many thousands a second.
-        idle_exit_s: End when no client was there for so long; unset: never. For private services.
+        traces_share: Share of requests without a trace of their own that are traced; a request with one is traced if
+            its trace is sampled. 1 traces everything, which is a lot on a busy service.
+        idle_exit_s: Exit when no client was connected for this long; unset: never. For private services.
     """
 
     model_config = SettingsConfigDict(
@@ -241,7 +231,7 @@ class Settings(BaseSettings):
     idle_exit_s: Seconds | None = None
 
     def tls(self) -> ServerTls | None:
-        """What a `tls://` address shows, if there is a certificate.
+        """The TLS settings of a `tls://` address; `None`: there is no certificate.
 
         Raises:
             InvalidRequest: A file cannot be used, or there is one without its certificate.
@@ -262,7 +252,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | None = None) -> Settings:
-    """Read all sources; for each field the strongest wins: flags, `KVSTORE_...`, the TOML file, the default.
+    """Read all sources; for each field the first that has it counts: flags, `KVSTORE_...`, TOML file, default.
 
     Args:
         flags: Fields given on the command line; `None` values count as not given.
@@ -284,6 +274,9 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
     if config is None and environment.get(CONFIG_VARIABLE):
         config = Path(environment[CONFIG_VARIABLE])
     from_file = _read_toml(config) if config is not None else {}
+    for name, value in from_file.items():
+        if isinstance(value, dict) and name not in Settings.model_fields:
+            raise InvalidRequest(f"settings stand at the top of {config}: remove the line [{name}]")
     _refuse_unknown(from_file, f"key in {config}")
     weaker = {name: value for name, value in from_file.items() if name not in in_environment}
     try:

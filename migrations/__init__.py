@@ -1,1 +1,1 @@
-"""Versioned changes of what is stored: pure steps, and a runner that may be killed at any moment."""
+"""Versioned changes of stored records: pure steps, and a runner that may be killed at any moment."""

@@ -1,4 +1,4 @@
-"""The copying part of a migration: each record that is not current gets a new one, which is read back and compared."""
+"""The copy phase of a migration: each record that is not current gets a new one, which is read back and compared."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ T = TypeVar("T")
 _IN_FLIGHT = 32
 _OFF_LOOP_BYTES = 256 << 10
 _COPIED_TOGETHER = 128
-"""Records that are told of and noted in one go: as much work is lost at most when a run is killed."""
+"""Records that are reported to the catalog and recorded on a sheet together: the most work that a kill can lose."""
 
 
 @dataclass
 class Progress:
-    """What a run has done so far.
+    """The progress of a run.
 
     Attributes:
-        listener: Told every few records.
+        listener: Called every few records.
         on_step: Called with a word at each point where a run might be killed; for tests.
-        totals: Records by what became of them in this run: the words of `Verdict`, and `copied_before`, `gone`, `full`,
-            `failed` (not read back as written), `busy` (its boundary is just leaving), `unknown` (no manifest),
-            `removed`, `kept` (not removed: there is no new record to rely on).
-        num_bytes: Bytes of the records that were looked at.
+        totals: Records by outcome in this run: the values of `Verdict`, and `copied_before`, `gone`, `full`, `failed`
+            (not read back as written), `busy` (its boundary is being deleted), `unknown` (no manifest), `removed`,
+            `kept` (not removed, since the lasting tier has no new record).
+        num_bytes: Bytes of the records that were processed.
         num_expected: Records that were listed.
     """
 
@@ -60,8 +60,10 @@ class Walk:
     """One level of one namespace during one run.
 
     Attributes:
+        level: The level.
+        description: The namespace.
         sheets: All of its sheets, in order.
-        made: The new records on them, which need no second look.
+        made: The new records on them, which must not be processed as old ones.
     """
 
     level: Level
@@ -74,11 +76,11 @@ class Copier:
     """Copies namespace by namespace.
 
     Args:
-        step: What is done to each record.
-        store: What it is done to.
-        journal: Where it is noted.
-        progress: Is told.
-        rate: How fast records are read.
+        step: The rewrite.
+        store: The tiers and the catalog.
+        journal: Where copies are recorded.
+        progress: Updated by the work.
+        rate: Limits how fast records are read; `None`: no limit.
     """
 
     def __init__(self, step: Step, store: Store, journal: Journal, progress: Progress, rate: ByteRate | None) -> None:
@@ -94,10 +96,10 @@ class Copier:
         """Copy the records of a namespace at a level, sheet by sheet.
 
         Args:
-            state: Of the migration.
-            level: Where.
+            state: The migration's state.
+            level: The level.
             description: The namespace.
-            everything: What stood at each level when this run began: nothing is asked for record by record.
+            everything: The listing of each level from the start of this run, so that no record is queried singly.
         """
         namespace = description.id
         held = everything[level][namespace]
@@ -109,13 +111,13 @@ class Copier:
             shares[sheet_of(key, len(walk.sheets))].append(key)
         for number, (sheet, keys) in enumerate(zip(walk.sheets, shares, strict=True)):
             lost = [old for old, new in sheet.items() if new not in held and new not in lasting]
-            for old in lost:  # it is copied again, if it is still there
+            for old in lost:  # copied again, if it still exists
                 walk.made.discard(sheet.pop(old))
             todo = [key for key in keys if key not in sheet and key not in walk.made]
             self._progress.totals["copied_before"] += sum(key in sheet for key in keys)
             for start in range(0, len(todo), _COPIED_TOGETHER):
                 copies = await self._copy_some(walk, todo[start : start + _COPIED_TOGETHER], held)
-                for old, new in await self._tell_catalog(walk.level, copies):
+                for old, new in await self._report(walk.level, copies):
                     sheet[old] = new
                     walk.made.add(new)
                 await self._write_sheet(walk, number)
@@ -130,7 +132,7 @@ class Copier:
     async def _copy_some(
         self, walk: Walk, keys: Sequence[RecordKey], held: Mapping[RecordKey, int]
     ) -> list[tuple[RecordKey, Record]]:
-        """Copy records, several at a time; returns those that were, with their new ones."""
+        """Copy records, several at a time; returns those that were copied, with their new records."""
         copies: list[tuple[RecordKey, Record]] = []
         waiting = iter(keys)
 
@@ -153,11 +155,11 @@ class Copier:
         return copies
 
     async def _copy_one(self, walk: Walk, key: RecordKey) -> Record | None:
-        """Copy one record and read the copy back; returns it, or nothing where there is no copy to rely on."""
+        """Copy one record and read the copy back; returns it, or `None` where there is no verified copy."""
         tier, tenant = self._store.tiers[walk.level], walk.description.tenant
         old = await self._store.retry(lambda: tier.get(key, deadline=soon()))
         self._progress.on_step("read")
-        if old is None:  # evicted meanwhile, or damaged: the tier has put it aside
+        if old is None:  # evicted meanwhile, or corrupt: then the tier has quarantined it
             self._progress.totals["gone"] += 1
             return None
         rewrite = await _off_loop(old.num_bytes, lambda: self._step.rewrite(old, tenant))
@@ -182,16 +184,17 @@ class Copier:
         return back
 
     async def _put(self, level: Level, record: Record) -> bool:
-        """A copy in the quick tier may go when room is needed: whoever was promised the record has the old one."""
+        """Put a copy; false: no room. In the hot tier it is evictable: the old record keeps what was promised."""
         tier = self._store.tiers[level]
         put = tier.put_evictable if level is Level.HOT and Level.COLD in self._store.tiers else tier.put
         return await self._store.retry(lambda: put(record, deadline=soon())) is not PutOutcome.FULL
 
-    async def _tell_catalog(
+    async def _report(
         self, level: Level, copies: Sequence[tuple[RecordKey, Record]]
     ) -> list[tuple[RecordKey, RecordKey]]:
-        """Tell of new records; returns those that the catalog took, beside their old ones. Parents stay unknown until
-        the records are read: they may not be renamed yet. Pins are handed on.
+        """Report new records to the catalog, and copy pins; returns the old and new keys of those that it accepted.
+
+        Parents stay unknown until the records are read: they may not have their new names yet.
         """
         if not copies:
             return []
@@ -215,7 +218,7 @@ class Copier:
     async def walk(
         self, level: Level, description: NamespaceDescription, state: State | None, num_records: int, *, is_new: bool
     ) -> Walk:
-        """The sheets as they are. The first run decides how many there are."""
+        """Read the sheets of a level of a namespace. The first run that copies it (`is_new`) fixes their number."""
         name = sheets_name(level, description.id)
         if state is None or not state.is_open or (name not in state.sheets and not is_new):
             return Walk(level, description, [])

@@ -1,8 +1,8 @@
-"""What a migration has done so far, as bytes beside the records: whoever resumes it, on whatever node, reads it there.
+"""The progress of a migration, stored beside the records, so that a run on any node can continue it.
 
-A *state* tells what is being done, and how far it is. A *sheet* lists for a share of a namespace's records, by the
-first byte of their prefixes, which record was copied to which: for the next run, which does not copy it again, and for
-`finish`, which removes nothing else. Both stand where the manifests of namespaces without records would.
+A *state* says which migration it is, and its phase. A *sheet* lists, for a share of a namespace's records (by the first
+byte of their prefixes), which record was copied to which: the next run does not copy these again, and `finish` removes
+only these. Both are stored as manifests of namespaces without records.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PAIR = struct.Struct("<32s32sHH")
 
 
 class Phase(Enum):
-    """How far a migration is."""
+    """The phases of a migration."""
 
     COPYING = "copying"
     COPIED = "copied"
-    """Every record has its new one; the old ones stand too."""
+    """Every record has its new one; the old ones still exist."""
     REMOVING = "removing"
     DONE = "done"
     ABORTED = "aborted"
@@ -46,14 +46,14 @@ class Phase(Enum):
 
 @dataclass
 class State:
-    """What is being done.
+    """The state of a migration.
 
     Attributes:
         step: Name of the step.
-        targets: For each tenant what its records are to be: `Step.target`.
-        phase: How far it is.
-        sheets: Sheets of each level and namespace; fixed when the first record of it is copied.
-        totals: Records by what became of them, of the run that ended last.
+        targets: Per tenant the target of its records: `Step.target`.
+        phase: Its phase.
+        sheets: Number of sheets per level and namespace (`sheets_name`); fixed before the first record is copied.
+        totals: Records by outcome, of the run that ended last.
     """
 
     step: str
@@ -64,29 +64,29 @@ class State:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether it is neither done nor aborted."""
         return self.phase in (Phase.COPYING, Phase.COPIED, Phase.REMOVING)
 
 
 Sheet = dict[RecordKey, RecordKey]
-"""For each old record the new one; only prefixes differ."""
+"""Old record to new record; only their prefixes differ."""
 
 
 class Journal:
     """Reads and writes states and sheets.
 
     Args:
-        tier: The one that loses nothing by itself: the cold one, where there is one.
+        tier: The lasting one: the cold one, where there is one.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
 
     async def state(self) -> State | None:
-        """The migration that was begun last; `None`: there never was one.
+        """The latest migration; `None`: there never was one.
 
         Raises:
-            CorruptRecord: What stands there is no state.
+            CorruptRecord: The stored state cannot be read.
             UnsupportedFormat: A newer release wrote it.
         """
         data = await self._tier.get_manifest(_place("state"), deadline=_soon())
@@ -96,7 +96,7 @@ class Journal:
             content = json.loads(bytes(data))
             if content["kvstore_migration"] != _FORMAT:
                 raise UnsupportedFormat(
-                    "a migration was begun by a newer release: go on with that one",
+                    "a migration was started by a newer release: continue with that release",
                     expected=_FORMAT,
                     seen=content["kvstore_migration"],
                 )
@@ -111,25 +111,25 @@ class Journal:
             raise CorruptRecord("the state of the migration cannot be read", error=type(error).__name__) from error
 
     async def write(self, state: State) -> None:
-        """Keep a state; the one before is forgotten."""
+        """Store a state, replacing the previous one."""
         content = {"kvstore_migration": _FORMAT, **asdict(state), "phase": state.phase.value}
         await self._tier.put_manifest(_place("state"), json.dumps(content).encode(), deadline=_soon())
 
     async def sheet(self, level: Level, namespace: NamespaceId, number: int) -> Sheet:
-        """A sheet; an empty one where none was written, or it is damaged: then records are copied again."""
+        """Read a sheet; empty where none was written, or it is damaged: then its records are copied again."""
         data = await self._tier.get_manifest(_place(f"sheet {level.name} {namespace.hex()} {number}"), deadline=_soon())
         return _unpacked(namespace, bytes(data)) if data is not None else {}
 
     async def write_sheet(
         self, level: Level, namespace: NamespaceId, number: int, sheet: Mapping[RecordKey, RecordKey]
     ) -> None:
-        """Keep a sheet; the one before is forgotten."""
+        """Store a sheet, replacing the previous one."""
         place = _place(f"sheet {level.name} {namespace.hex()} {number}")
         await self._tier.put_manifest(place, _packed(sheet), deadline=_soon())
 
 
 def num_sheets(num_records: int) -> int:
-    """A power of two, so that a sheet lists about a thousand records."""
+    """The number of sheets for so many records: a power of two up to 256, for at most 1,024 records each below that."""
     number = 1
     while number < _SHEETS_MAX and number * _RECORDS_PER_SHEET < num_records:
         number *= 2
@@ -137,7 +137,7 @@ def num_sheets(num_records: int) -> int:
 
 
 def sheet_of(key: RecordKey, number: int) -> int:
-    """On which of so many sheets a record is listed."""
+    """The index of a record's sheet, of `number` sheets."""
     return key.prefix[0] * number // 256
 
 
@@ -150,7 +150,7 @@ def _place(what: str) -> NamespaceId:
 
 
 def _packed(sheet: Mapping[RecordKey, RecordKey]) -> bytes:
-    """Little-endian: magic, number of pairs, checksum over these; each the old and the new prefix, group, slice."""
+    """Little-endian: magic, number of pairs, checksum of the pairs, pairs: old prefix, new prefix, group, slice."""
     pairs = b"".join(_PAIR.pack(old.prefix, new.prefix, old.group, old.slice) for old, new in sheet.items())
     return _HEAD.pack(_MAGIC, len(sheet), xxhash.xxh3_128_digest(pairs)) + pairs
 
@@ -169,10 +169,10 @@ def _unpacked(namespace: NamespaceId, data: bytes) -> Sheet:
 
 
 def sheets_name(level: Level, namespace: NamespaceId) -> str:
-    """What a state calls the sheets of a namespace at a level."""
+    """The key of `State.sheets` for a level of a namespace."""
     return f"{level.name} {namespace.hex()}"
 
 
 def namespaces_of(state: State) -> list[NamespaceId]:
-    """Of which there are sheets."""
+    """The namespaces that have sheets, sorted."""
     return sorted({NamespaceId(bytes.fromhex(name.split()[1])) for name in state.sheets})

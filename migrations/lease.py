@@ -1,4 +1,4 @@
-"""The lease that one run of a migration holds, so that two do not do the same work."""
+"""The lease of a migration: one run at a time."""
 
 from __future__ import annotations
 
@@ -9,51 +9,53 @@ from contextlib import asynccontextmanager
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
+from migrations.store import soon
 
 __all__ = ["LEASE", "alone"]
 
 LEASE = "migration"
-_BEAT_SHARE = 0.3
+_RENEW_SHARE = 0.3
+"""Share of the lease after which it is renewed."""
 _WAIT_SHARE = 2.0
+"""How many leases long a run waits for another one's lease to expire."""
 _POLL_S = 0.2
-_CALL_S = 30.0
 
 
 @asynccontextmanager
 async def alone(ownership: Ownership, lease_s: float) -> AsyncIterator[None]:
-    """Hold the lease for as long as the block; a run that was killed held it for a while longer.
+    """Hold the lease during the block. Waits first, since the lease of a run that was killed must expire.
 
     Raises:
-        Unavailable: Somebody else holds it, or it was lost: this run was too slow to renew it.
+        Unavailable: Another run holds it, or it was lost since this run could not renew it in time.
     """
     ends = Deadline.after(lease_s * _WAIT_SHARE)
-    while not await ownership.hold(LEASE, deadline=_soon()):
+    while not await ownership.hold(LEASE, deadline=soon()):
         if ends.expired:
-            raise Unavailable("another run has this migration: wait for it, or end it", lease_s=lease_s)
+            raise Unavailable("another run of this migration is active: wait for it, or end it", lease_s=lease_s)
         await asyncio.sleep(_POLL_S)
     main = asyncio.current_task()
     assert main is not None
     lost: list[str] = []
 
-    async def beat() -> None:
+    async def renew() -> None:
         while True:
-            await asyncio.sleep(lease_s * _BEAT_SHARE)
+            await asyncio.sleep(lease_s * _RENEW_SHARE)
             try:
-                is_ours = await ownership.hold(LEASE, deadline=_soon())
+                is_ours = await ownership.hold(LEASE, deadline=soon())
             except Unavailable:
-                continue  # two runs at once do the same work twice, and no harm
+                continue  # two runs at once would repeat work, but do no harm
             if not is_ours:
-                lost.append("another run took this migration over")
+                lost.append("another run has taken over this migration")
                 main.cancel()
                 return
 
     try:
         async with asyncio.TaskGroup() as group:
-            beating = group.create_task(beat())
+            renewing = group.create_task(renew())
             try:
                 yield
             finally:
-                beating.cancel()
+                renewing.cancel()
     except asyncio.CancelledError:
         if lost:
             raise Unavailable(lost[0]) from None
@@ -61,8 +63,4 @@ async def alone(ownership: Ownership, lease_s: float) -> AsyncIterator[None]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        await ownership.release(LEASE, deadline=_soon())
-
-
-def _soon() -> Deadline:
-    return Deadline.after(_CALL_S)
+        await ownership.release(LEASE, deadline=soon())

@@ -1,4 +1,4 @@
-"""What a migration step is: one pure rewrite of one record. The runner does everything else."""
+"""The interface of a migration step: a pure rewrite of one record. The runner does everything else."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["Rewrite", "Step", "Verdict"]
 
 
 class Verdict(Enum):
-    """What a step makes of a record."""
+    """A step's verdict for a record."""
 
     CURRENT = "current"
-    """It stands as it should: nothing to do."""
+    """It is in its target form: nothing to do."""
     REWRITTEN = "rewritten"
     """There is a new record for it, under a new name."""
     FOREIGN = "foreign"
-    """It is of a key that is not at hand: left alone."""
+    """It was encrypted with a key that is not available: left as it is."""
     REFUSED = "refused"
-    """It is not what it says, though its checksums match: left alone."""
+    """It cannot be authenticated, though its checksums match: left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """The answer for one record.
+    """The result for one record.
 
     Attributes:
-        verdict: What is to be done.
-        record: The new record of a `REWRITTEN` one.
+        verdict: The verdict.
+        record: The new record, for `REWRITTEN`.
     """
 
     verdict: Verdict
@@ -38,11 +38,11 @@ class Rewrite:
 
 
 class Step(ABC):
-    """Takes what is stored one version further. Pure but for nonces: no I/O, no clock.
+    """One change of stored records. Pure except for nonces: no I/O, no clock.
 
     Attributes:
-        number: Of the step; they are taken in this order, one at a time.
-        name: What an operator calls it.
+        number: The step's number; steps are applied in this order, one at a time.
+        name: Its name for operators.
         text: What it changes, in a sentence.
     """
 
@@ -52,14 +52,14 @@ class Step(ABC):
 
     @abstractmethod
     def target(self, tenant: str) -> str | None:
-        """What a tenant's records are to be when it is done, in a word that another run must agree with; `None`: there
-        is nothing to do for this tenant.
+        """A short text that identifies the target form of a tenant's records; a run continues only a migration with the
+        same target. `None`: there is nothing to do for this tenant.
         """
 
     @abstractmethod
     def rewrite(self, record: Record, tenant: str) -> Rewrite:
-        """The new record for a stored one, verified by its checksums."""
+        """The new record for a stored one, whose checksums were verified."""
 
     @abstractmethod
     def is_same(self, old: Record, new: Record, tenant: str) -> bool:
-        """Whether a new record, read back from where it was written, holds bit by bit what the old one does."""
+        """Whether a new record, as read back from the tier, has bit by bit the content of the old one."""

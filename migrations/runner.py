@@ -1,7 +1,7 @@
-"""Carries a step out: copy, verify, then remove, under a lease, at a rate, from wherever an earlier run was killed.
+"""Runs a step: copy, verify, then remove, under a lease and a rate limit; continues an interrupted run.
 
-Nothing is removed before its new record was read back and compared, and stands where it can be relied on. So a run may
-be killed at any moment: the next one finds every record, under its old name, its new one, or both.
+An old record is removed only after its new record was read back and compared, and is in the lasting tier. So a run may
+be killed at any moment: the next one finds every record under its old name, its new name, or both.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Plan", "Runner"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step would have to look at, nothing having been read.
+    """What a run would process in one tier for one tenant, from listings alone.
 
     Attributes:
         tier: Name of the tier.
-        tenant: Whose records.
-        namespaces: How many.
+        tenant: The tenant.
+        namespaces: Number of its namespaces.
         num_records: Records in them; each is read, and rewritten where it is not current.
         num_bytes: Their bytes.
-        num_copied: Of these, rewritten by a run that did not end.
+        num_copied: Those of them that an interrupted run has copied.
     """
 
     tier: str
@@ -48,19 +48,19 @@ class Plan:
 
 
 class Runner:
-    """One step on one store.
+    """Runs one step on one store.
 
     Args:
-        step: What is done to each record.
-        tiers: The slower tiers, by level. Not guarded: a run waits for a tier that is away.
-        catalog: Told of what comes and goes.
-        ownership: Where the lease is.
-        lease_s: How long the lease lasts without a sign of life.
-        rate: How fast records are read.
-        progress: Is told.
+        step: The rewrite.
+        tiers: The slower tiers, by level. Without circuit breakers: a run retries a tier that is unavailable.
+        catalog: New and removed records are reported to it.
+        ownership: Provides the lease.
+        lease_s: How long the lease lasts unless it is renewed.
+        rate: Limits how fast records are read; `None`: no limit.
+        progress: Updated by the run.
 
     Attributes:
-        progress: What was done so far.
+        progress: The progress so far.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Runner:
         self._journal = Journal(self._store.lasting)
         self._copier = Copier(step, self._store, self._journal, self._progress, rate)
 
-    # what an operator asks for
+    # operators' commands
 
     async def state(self) -> State | None:
         """As `Journal.state`."""
         return await self._journal.state()
 
     async def plan(self) -> list[Plan]:
-        """What there is to look at, by tier and tenant. Lists names, reads no record, writes nothing."""
+        """What a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
         plans = []
         state = await self._journal.state()
         for level, listed in (await self._store.listed()).items():
@@ -109,13 +109,13 @@ class Runner:
         return plans
 
     async def copy(self) -> State:
-        """Give every record that is not current its new one, beside it. Resumes what an earlier run began.
+        """Copy every record that is not current to its new one. Continues an interrupted run.
 
         Raises:
-            InvalidRequest: Another migration is under way, or nothing is to be done.
+            InvalidRequest: Another migration is under way, or there is nothing to do.
             Unavailable: Another run holds the lease, or a tier failed several times in a row: run it again.
 
-        If cancelled or killed, the next run goes on.
+        If cancelled or killed, the next run continues.
         """
         async with alone(self._ownership, self._lease_s):
             state = await self._journal.state()
@@ -129,13 +129,13 @@ class Runner:
             return state
 
     async def finish(self) -> State:
-        """Copy what came since, then remove each old record whose new one stands where it can be relied on.
+        """Copy records saved since, then remove each old record whose new one is in the lasting tier.
 
         Raises:
             InvalidRequest: Nothing was copied yet.
             Unavailable: As for `copy`.
 
-        If cancelled or killed, calling it again goes on.
+        If cancelled or killed, calling it again continues.
         """
         async with alone(self._ownership, self._lease_s):
             state = await self._journal.state()
@@ -155,7 +155,7 @@ class Runner:
             return state
 
     async def abort(self) -> State:
-        """Forget the migration. New records that were made stay, and are read; nothing is removed.
+        """Cancel the migration. New records that were made stay, and are read; nothing is removed.
 
         Raises:
             InvalidRequest: There is none, or old records are being removed already.
@@ -189,7 +189,7 @@ class Runner:
         return state
 
     def _agree(self, state: State) -> None:
-        """Refuse to go on with other targets than were begun with."""
+        """Refuse to continue a migration with other targets than it was started with."""
         now = {tenant: self._step.target(tenant) for tenant in state.targets}
         if state.step != self._step.name or now != state.targets:
             wrong = ", ".join(tenant or "''" for tenant in now if now[tenant] != state.targets[tenant])
@@ -224,24 +224,28 @@ class Runner:
     # removing
 
     async def _remove(self, state: State, namespace: NamespaceId, everything: Mapping[Level, Listed]) -> None:
-        """Remove the old records of a namespace, sheet by sheet. Sheets stay as they are until all is removed: a run
-        that goes on knows by them, and by what is still there, what is left to do.
+        """Remove the old records of a namespace, sheet by sheet. Sheets are kept until everything is removed: together
+        with a listing they tell the next run what is left to do.
         """
-        there = await self._store.to_rely_on(namespace)
-        for level in reversed(self._store.tiers):  # the quick tier first: no copy of a removed record is left there
+        lasting = await self._store.lasting_records(namespace)
+        for level in reversed(self._store.tiers):  # the hot tier first: no copy of a removed record remains there
             held = everything[level].get(namespace, {})
             for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
                 sheet = await self._store.retry(partial(self._journal.sheet, level, namespace, number))
-                done_for = [old for old, new in sheet.items() if new in there]
-                await self._remove_records(level, done_for, [old for old in done_for if old in held])
-                self._progress.totals["kept"] += sum(old in held and new not in there for old, new in sheet.items())
+                replaced = [old for old, new in sheet.items() if new in lasting]
+                await self._remove_records(level, replaced, [old for old in replaced if old in held])
+                self._progress.totals["kept"] += sum(old in held and new not in lasting for old, new in sheet.items())
                 self._progress.tell()
 
-    async def _remove_records(self, level: Level, told: Sequence[RecordKey], held: Sequence[RecordKey]) -> None:
-        """Remove records that are `held`; the catalog is told first, so that none that it names is missed, and of all
-        that ever were: others may have gone by themselves.
+    async def _remove_records(self, level: Level, replaced: Sequence[RecordKey], held: Sequence[RecordKey]) -> None:
+        """Remove records from the catalog, then from the tier, so that the catalog names none that is missing.
+
+        Args:
+            level: Where.
+            replaced: All that have a new record; reported to the catalog, since some may have been evicted unnoticed.
+            held: Those of them that the tier still has.
         """
-        removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in told]
+        removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in replaced]
         if removals:
             await self._store.retry(lambda: self._store.catalog.remove(removals, deadline=soon()))
             self._progress.on_step("untold")

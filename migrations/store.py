@@ -1,4 +1,4 @@
-"""What a migration works on: the tiers and the catalog, asked again when they do not answer."""
+"""The store that a migration works on: tiers and catalog, with retries."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ATTEMPTS = 5
 _PAUSE_S = 0.5
 
 Listed = dict[NamespaceId, dict[RecordKey, int]]
-"""Records and their bytes."""
+"""Per namespace its records and their bytes."""
 
 
 def soon() -> Deadline:
-    """When one call gives up."""
+    """The deadline of one call."""
     return Deadline.after(_CALL_S)
 
 
@@ -37,12 +37,13 @@ class Store:
     """Tiers and catalog.
 
     Args:
-        tiers: The slower tiers, by level. Not guarded: a migration waits for a tier that is away.
-        catalog: Told of what comes and goes.
+        tiers: The slower tiers, by level. Without circuit breakers: a migration retries a tier that is unavailable.
+        catalog: New and removed records are reported to it.
 
     Attributes:
         tiers: The cold one first.
-        lasting_level: The one that loses nothing by itself, as far as there is one.
+        catalog: The catalog.
+        lasting_level: The level that evicts nothing by itself: the cold one, where there is one.
     """
 
     def __init__(self, tiers: Mapping[Level, Tier], catalog: Catalog) -> None:
@@ -57,16 +58,16 @@ class Store:
         return self.tiers[self.lasting_level]
 
     async def listed(self) -> dict[Level, Listed]:
-        """All records of all tiers."""
+        """List all records of all tiers."""
         return {level: await self.retry(partial(_listed, tier)) for level, tier in self.tiers.items()}
 
-    async def to_rely_on(self, namespace: NamespaceId) -> Collection[RecordKey]:
-        """Those records for whose sake others may be removed from any level: the quick one may let its own go."""
+    async def lasting_records(self, namespace: NamespaceId) -> Collection[RecordKey]:
+        """List a namespace's records at the lasting level; where a new record is there, its old one may be removed."""
         listed = await self.retry(lambda: _listed(self.lasting, namespace))
         return listed.get(namespace, {})
 
     async def describe(self, namespace: NamespaceId) -> NamespaceDescription | None:
-        """What a namespace is; `None`: its manifest is nowhere."""
+        """A namespace's description; `None`: no tier has its manifest."""
         if namespace not in self._descriptions:
             found = None
             for tier in self.tiers.values():
@@ -77,7 +78,7 @@ class Store:
         return self._descriptions[namespace]
 
     async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """A call, tried several times: a tier that is away for a moment does not end hours of work.
+        """Make a call, with retries: a short outage of a tier does not end hours of work.
 
         Raises:
             Unavailable: It failed five times in a row.

@@ -1,13 +1,19 @@
-"""Fixtures of real servers, and hypothesis settings: no time limit per example, since the machines are shared."""
+"""Fixtures of real servers, virtual time for tests that ask for it, and hypothesis settings: no time limit per example,
+since the machines are shared."""
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvstore.runtime.clock import SystemClock
+from tests.virtual_time import VirtualClock, VirtualLoop
 
 pytest_plugins = ["kvstore.testing.fixtures"]
 
@@ -25,8 +31,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=full)
 
 
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A loop whose clock jumps, for tests of deadlines and stalls that need neither sockets nor threads."""
+    is_virtual = item.get_closest_marker("virtual_time") is not None
+    return {"virtual" if is_virtual else "real": VirtualLoop if is_virtual else asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def virtual_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's clock is the loop's in tests that are marked `virtual_time`: what a slow machine does between two
+    awaits takes no time, so that a deadline passes where the test means it to and nowhere else."""
+    if request.node.get_closest_marker("virtual_time") is not None:
+
+        def clock() -> VirtualClock:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            return VirtualClock(loop)
+
+        monkeypatch.setattr(SystemClock, "monotonic_s", lambda self: clock().monotonic_s())
+        monkeypatch.setattr(SystemClock, "wall_ms", lambda self: clock().wall_ms())
+
+
+@pytest.fixture(autouse=True)
+def no_dump_of_long_tests(request: pytest.FixtureRequest) -> None:
+    """What is marked `full` may take an hour. A dump of running threads is for a test that hangs: it reads their
+    frames without a lock, and a test that was well has died in the middle of one, five minutes in."""
+    if request.node.get_closest_marker("full") is not None:
+        faulthandler.cancel_dump_traceback_later()
+
+
 @pytest.fixture(autouse=True)
 def usual_log_level() -> Iterator[None]:
-    """Commands that run in this process make our log quieter, for good."""
+    """Commands that run in this process make logs quieter, for good."""
     yield
     logging.getLogger("kvstore").setLevel(logging.NOTSET)

@@ -35,26 +35,27 @@ MADE_DEFAULTS = {
 INTRODUCTION = """\
 # Settings
 
-Made from the code by `python tools/settings_reference.py --write`; a test says when it is not current.
+Generated from the code by `python tools/settings_reference.py --write`; a test fails when it is not current.
 
 ## A service
 
-Each is a flag of `kvstore serve` (`--memory-bytes 8GiB`), a variable (`KVSTORE_MEMORY_BYTES`), and a key of the TOML
-file that `--config` or `KVSTORE_CONFIG` names. Flags win over variables, these over the file, and this over defaults. A
-key that no setting has is refused, with the nearest one that there is. Bytes are numbers, or text like `8GiB`, `500MB`;
-times have their unit in the name.
+Each is a flag of `kvstore serve` (`--memory-bytes 8GiB`), an environment variable (`KVSTORE_MEMORY_BYTES`), and a key
+of the TOML file that `--config` or `KVSTORE_CONFIG` names. Flags override variables, which override the file, which
+overrides the defaults. An unknown key is refused, and the message suggests the nearest one. Sizes are numbers of bytes,
+or text like `8GiB`, `500MB`; times have their unit in the name.
 
-| setting | takes | default | what it is, and what choosing it costs |
+| setting | takes | default | what it is, and its trade-off |
 |---|---|---|---|
 """
 
 ENGINE = """
 ## An engine
 
-Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`, each also a variable (`KVSTORE_CONNECTOR_URL`),
-which wins. Unknown keys are refused by name. How they work together: [vllm.md](vllm.md).
+Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. Each is also an environment variable
+(`KVSTORE_CONNECTOR_URL`), which overrides the key. Unknown keys are refused. How they work together:
+[vllm.md](vllm.md).
 
-| key | takes | default | what it is, and what choosing it costs |
+| key | takes | default | what it is, and its trade-off |
 |---|---|---|---|
 """
 

@@ -2,8 +2,8 @@
 
 Page, in order: layer, head of the slice, token, content (the key's and the value's channels, as vLLM packs them).
 
-Where a backend rearranges bytes inside the cells of a block, e.g. the CPU backend's blocked keys, these are taken as
-they are: a head's tokens then stand together, the runs are whole cells, and block size and backend are part of the
+If a backend rearranges bytes inside the cells of a block, e.g. the CPU backend's blocked keys, the cells are copied as
+they are: a head's tokens are then contiguous, the runs are whole cells, and block size and backend are part of the
 namespace.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["AttentionPages", "page_tokens_for"]
 _RECORD_BYTES = 4 << 20
 _MAX_PAGE_TOKENS = 1024
 _SIZE_AFTER_CODEC = {1: 1.0, 2: 0.70, 4: 0.86}
-"""Stored share of the canonical bytes, by bytes of an element: what the codecs were measured to reach."""
+"""Ratio of stored to canonical bytes, by bytes of an element, as measured with the codecs."""
 
 
 def page_tokens_for(token_bytes: int, element_bytes: int, block_tokens: int) -> int:

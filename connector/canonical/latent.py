@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one vector per token, held by every rank: one slice that the ranks write in turn."""
+"""Multi-head latent attention: one vector per token, held by every rank, so one slice that the ranks write in turn."""
 
 from __future__ import annotations
 

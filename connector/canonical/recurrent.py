@@ -1,7 +1,7 @@
 """Recurrent state (Mamba, Gated DeltaNet, short convolution): one state at a boundary, in bands of layers.
 
-State, in order: layer of the band, content as the kernels hold it. Nothing is known of what is inside, so a share of a
-rank is a share of exactly this tensor-parallel size, and the size is part of the namespace.
+State, in order: layer of the band, content as the kernels hold it. Its inner structure is unknown, so a rank's share is
+valid for exactly this tensor-parallel size, which is part of the namespace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StatePages:
         layers: Where the layers' bytes are.
 
     Raises:
-        InvalidRequest: A layer's state does not stand together, or layers differ in size.
+        InvalidRequest: A layer's state is not contiguous, or layers differ in size.
     """
 
     def __init__(self, *, num_bands: int, first_slice: int, layers: Sequence[LayerGeometry]) -> None:

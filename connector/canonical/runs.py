@@ -13,13 +13,13 @@ class LayerGeometry:
     """How one layer's cache tensor lies in memory: `[blocks, parts, heads, tokens, content]`.
 
     Attributes:
-        parts: Kernel blocks in one of the manager's blocks; tokens go on from one to the next.
+        parts: Kernel blocks in one of the manager's blocks; tokens continue from one to the next.
         part_stride: Bytes between parts.
         heads: Heads.
         head_stride: Bytes between heads.
         tokens: Tokens (or states) of a part.
         token_stride: Bytes between tokens.
-        content_bytes: Of one token of one head; they stand together.
+        content_bytes: Contiguous bytes of one token of one head.
     """
 
     parts: int

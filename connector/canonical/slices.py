@@ -1,4 +1,4 @@
-"""Slices: how a model's cache is shared out among records, and which of them a rank holds and writes."""
+"""Slices: how a model's cache is divided into records, and which of them a rank holds and writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SliceGrid:
         """The slices that one of `num_ranks` ranks holds whole.
 
         Raises:
-            InvalidRequest: A share would be cut by the border of a rank.
+            InvalidRequest: A slice would be split between ranks.
         """
         shards = num_ranks // self.replicas
         if num_ranks % self.replicas or self.num_slices % shards:
@@ -72,7 +72,7 @@ def heads_on_ranks(grid: HeadGrid, rank_heads: int, num_ranks: int) -> SliceGrid
     """The shares of the heads on an engine whose ranks hold `rank_heads` each.
 
     Raises:
-        InvalidRequest: Ranks hold parts of shares, or overlap in another way than as replicas.
+        InvalidRequest: Ranks hold parts of shares, or overlap without being replicas.
     """
     replicas, rest = divmod(rank_heads * num_ranks, grid.num_heads)
     if rest or replicas == 0 or num_ranks % replicas:

@@ -1,4 +1,4 @@
-"""Proof that a plan is right before a byte is moved by it: every byte exactly once, on both sides."""
+"""Proves a plan right before it moves a byte: it covers every byte exactly once, on both sides."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def prove_tiling(
     Args:
         plan: The plan of one group on one rank.
         slices: The slices that the rank holds.
-        layer_content: For each layer the byte ranges (start, stop) of a block that hold content, by the tensors
-            themselves.
-        num_blocks: Length of the page to prove it for; the plan is affine in it, so that two show the strides (a state
-            is one block).
+        layer_content: For each layer the byte ranges (start, stop) of a block that hold content, derived from the
+            tensors themselves.
+        num_blocks: Length of the page to prove it for; the plan is affine in it, so two blocks suffice to check the
+            strides (a state is one block).
 
     Raises:
         InvalidRequest: A byte is missing, is written twice or lies outside; the group must not be cached.

@@ -1,8 +1,8 @@
 """Sliding windows and chunks: how long a page may be, and which blocks are alive.
 
-vLLM gives blocks back once every token in them is out of the window, at the next scheduling after the step that moved
-it. A page whose length is at most the window is therefore whole in the step that makes its last token final, however
-small the steps are: when that step begins, the window still reaches back over all of the page's earlier tokens.
+vLLM frees blocks once every token in them is out of the window, when it schedules the step after the one that moved it.
+A page no longer than the window is therefore complete in the step that makes its last token final, however small the
+steps are: when that step begins, the window still covers all of the page's earlier tokens.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from kvstore.errors import InternalError
 __all__ = ["BlockCopier", "Device", "Fence", "PageGather", "Ticket", "check_blocks"]
 
 Ticket: TypeAlias = Event
-"""Says when a page has arrived in host memory: `wait` for it before a byte is read or the memory is used again."""
+"""Done when a page has arrived in host memory: `wait` for it before reading a byte or reusing the memory."""
 
 Fence: TypeAlias = Event
-"""The engine's work at some moment: a scatter that comes after it overtakes nothing that was ordered before."""
+"""A point in the engine's work: a scatter after it overtakes nothing that was ordered before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class BlockCopier(Protocol):
     """Executes runs for the layers of one group, whose blocks are placed by one or more tables (feeds).
 
     Attributes:
-        plane_width: How pages stand in host memory. 1: as canonical bytes. More: as the byte planes of elements of so
+        plane_width: The form of pages in host memory. 1: canonical bytes. Otherwise: byte planes of elements of this
             many bytes, the highest plane first, as the codec stores them.
     """
 
     plane_width: int
 
     def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
-        """Copy blocks into pages. On the engine's thread, which never waits for it.
+        """Copy blocks into pages. Called on the engine's thread, which never waits for it.
 
-        When it returns the blocks may be reused: what they held is in the page, or ordered before any later write.
+        When it returns the blocks may be reused: the copy is done, or ordered before any later write.
 
         Returns:
-            For each page its ticket, or `None`: the device had no room for it on the way, and nothing was copied.
+            For each page its ticket, or `None`: the device had no buffer for it, and nothing was copied.
 
         Raises:
             InternalError: A block does not exist, or runs and page do not fit; nothing was copied.
@@ -71,7 +71,7 @@ class BlockCopier(Protocol):
         first_block: int,
         after: Fence,
     ) -> None:
-        """Copy part of a page into blocks. On a codec thread, which may have to wait.
+        """Copy part of a page into blocks. Called on a codec thread, which may have to wait.
 
         Args:
             runs: The plan for one slice and the whole page.
@@ -80,7 +80,7 @@ class BlockCopier(Protocol):
             first_block: Index in the page of the block that goes to `block_ids[feed][0]`.
             after: Taken when the engine gave the blocks to this load.
 
-        When it returns, `source` may be used again, and a forward that is started afterwards reads the new content.
+        When it returns, `source` may be reused, and a forward that starts afterwards reads the new content.
 
         Raises:
             InternalError: A block does not exist or is the null block; nothing was written.
@@ -92,11 +92,11 @@ class Device(Protocol):
     """One rank's device: what its groups' copiers share."""
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """uint8 `[num_bytes]` on the host that the device copies to and from fast, content undefined."""
+        """uint8 `[num_bytes]` on the host, fast for the device to copy to and from; content undefined."""
         ...
 
     def fence(self) -> Fence:
-        """The engine's work until now. On the engine's thread, which does not wait."""
+        """The engine's work until now. Called on the engine's thread, which does not wait."""
         ...
 
     def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> BlockCopier:
@@ -105,10 +105,10 @@ class Device(Protocol):
         Args:
             layers: One cache tensor per layer, dimension 0 = blocks.
             feeds: For each layer the feed that places its blocks.
-            element_bytes: Of one element, or of most.
+            element_bytes: Size of an element, or of most of them.
 
         Raises:
-            InvalidRequest: The device cannot copy tensors that lie like this.
+            InvalidRequest: The device cannot copy tensors of this layout.
         """
         ...
 

@@ -16,13 +16,13 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, nu
     """The device that the cache tensors are on.
 
     Args:
-        where: Of the tensors.
-        ring_bytes: Host memory for saves; a GPU takes as much of its own for pages on their way there.
-        page_bytes_max: Of the largest page of one slice.
+        where: The tensors' device.
+        ring_bytes: Host memory for saves; a GPU uses as much of its own for pages on their way there.
+        page_bytes_max: Size of the largest page of one slice.
         num_lanes: Threads that load at a time.
 
     Raises:
-        InvalidRequest: A device that we do not know, or one that has no room.
+        InvalidRequest: The device is not supported, or has no room.
     """
     if where.type == "cpu":
         return CpuDevice()

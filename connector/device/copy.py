@@ -2,13 +2,13 @@
 
 Saving: the compute stream gathers blocks into a slot of the ring, so whatever the engine orders afterwards (zeroing,
 copy-on-write, the next forward) may overwrite them. A side stream waits for the gather, splits the elements into byte
-planes and copies them to pinned memory; the slot is free again when that is done.
+planes and copies them to pinned memory; then the slot is free again.
 
 Loading: a codec thread borrows a lane, whose stream waits for the fence that `start_load_kv` recorded on the compute
-stream: kernels ordered before it may still read what the blocks held. Then page to GPU, planes joined, rows to blocks;
-the thread returns, and the load is reported, when the lane's event says so.
+stream, since kernels ordered before it may still read the blocks. The lane copies the page to the GPU, joins its planes
+and writes its rows to the blocks; once its event is done the thread returns, and the load is reported.
 
-Work on streams is done in inference mode: vLLM's caches are inference tensors, not to be written to outside of it.
+Work on streams runs in inference mode: vLLM's caches are inference tensors, which may not be written outside of it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from connector.device.kernels import (
 )
 from connector.device.memo import RunsMemo
 from connector.device.rows import CacheGeometry, RowPlan, plan_rows
+from connector.device.slabs import Slabs
 from connector.device.streams import Event, Stream, Streams
 from kvstore.errors import InternalError, InvalidRequest
 
@@ -51,9 +52,9 @@ class StreamDevice:
 
     Args:
         streams: The GPU.
-        ring_bytes: Pages that were gathered and not drained yet; as much as the host memory for saves, so that there
-            is room here for whatever has a buffer there.
-        page_bytes_max: Of the largest page.
+        ring_bytes: Room for pages that are gathered but not drained; as much as the host memory for saves, so that
+            whatever has a buffer there has room here.
+        page_bytes_max: Size of the largest page.
         num_lanes: Threads that load at a time.
 
     Raises:
@@ -63,7 +64,7 @@ class StreamDevice:
     def __init__(self, streams: Streams, *, ring_bytes: int, page_bytes_max: int, num_lanes: int) -> None:
         self._streams = streams
         batch_bytes = _aligned(max(page_bytes_max, min(_BATCH_BYTES, ring_bytes)))
-        # one batch more, since a slot that does not fit at the ring's end leaves up to its size unused there
+        # one extra batch, since a slot that does not fit at the ring's end leaves up to its size unused there
         self._ring = Ring(_aligned(ring_bytes) + batch_bytes)
         self._slots = streams.device_memory(self._ring.num_bytes)
         self._split = streams.device_memory(batch_bytes)
@@ -71,11 +72,14 @@ class StreamDevice:
         self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
         for _ in range(num_lanes):
             self._lanes.put(_Lane(streams, page_bytes_max))
-        # pinning is slow and stops the device: what torch has pinned once it gives out again without asking the driver
-        pinned = [streams.host_memory(page_bytes_max) for _ in range(ring_bytes // page_bytes_max)]
-        del pinned
+        self._pages = Slabs(page_bytes_max, streams.host_memory)
+        self._pages.prepare(ring_bytes)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return self._pages.take(num_bytes)
+
+    def cargo_memory(self, num_bytes: int) -> torch.Tensor:
+        """For a few integers on their way to the device; may be let go as soon as their copy is ordered."""
         return self._streams.host_memory(num_bytes)
 
     def fence(self) -> Fence:
@@ -87,15 +91,15 @@ class StreamDevice:
     def gather(
         self, work: Callable[[torch.Tensor], None], targets: Sequence[torch.Tensor], width: int
     ) -> Ticket | None:
-        """Gather some pages of one size and start draining them. On the engine's thread.
+        """Gather some pages of one size and start draining them. Called on the engine's thread.
 
         Args:
-            work: Fills the slot it is given with the pages, one behind the other.
+            work: Fills the slot it is given with the pages, one after the other.
             targets: Where they go on the host.
-            width: Of the elements to split; 1: do not.
+            width: Bytes of the elements to split; 1: do not split.
 
         Returns:
-            Their ticket, or `None`: nothing was ordered, since the ring is full.
+            Their ticket, or `None`: the ring is full, and nothing was ordered.
         """
         page_bytes = targets[0].numel()
         num_bytes = page_bytes * len(targets)
@@ -113,12 +117,12 @@ class StreamDevice:
 
     @property
     def batch_bytes(self) -> int:
-        """Pages that go in one gather."""
+        """Bytes of pages that fit one gather."""
         return self._split.numel()
 
     @contextmanager
     def lane(self) -> Iterator[_Lane]:
-        """A lane of the calling thread's own; waits while there is none."""
+        """A lane for the calling thread alone; waits until one is free."""
         lane = self._lanes.get()
         try:
             yield lane
@@ -130,7 +134,7 @@ class StreamCopier:
     """`BlockCopier` of one group on a `StreamDevice`.
 
     Attributes:
-        plane_width: Elements of so many bytes are split into byte planes in host memory; 1: pages are canonical.
+        plane_width: Bytes of the elements that are split into byte planes in host memory; 1: pages are canonical.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class StreamCopier:
                 raise InternalError("every table must place the whole page", num_blocks=plans[0].num_blocks)
             if page.target.numel() > self._device.batch_bytes:
                 raise InternalError("a page is larger than the device was told", page_bytes=page.target.numel())
-        # pages whose plans differ in the slice only are neighbours: a page's slices, and pages of equal length
+        # pages whose plans differ only in the slice are adjacent: a page's slices, and pages of equal length
         tickets: list[Ticket | None] = []
         for _, alike in groupby(planned, key=lambda each: [plan.key for plan in each[1]]):
             tickets += self._gather_alike(list(alike))
@@ -170,7 +174,7 @@ class StreamCopier:
         for start in range(0, len(planned), at_once):
             batch = planned[start : start + at_once]
             ticket = self._gather_batch(batch)
-            if ticket is None and len(batch) > 1:  # less room than a batch, perhaps more than a page
+            if ticket is None and len(batch) > 1:  # no room for a batch, but perhaps for a page
                 tickets += [self._gather_batch([one]) for one in batch]
             else:
                 tickets += [ticket] * len(batch)
@@ -183,7 +187,7 @@ class StreamCopier:
                 plans,
                 [page.block_ids for page, _ in batch],
                 is_alone=len(shapes) == 1,
-                allocate=self._device.host_memory,
+                allocate=self._device.cargo_memory,
             )
             for plans in shapes
         ]
@@ -211,7 +215,7 @@ class StreamCopier:
                 [block_ids],
                 first_block=first_block,
                 is_alone=len(plans) == 1,
-                allocate=self._device.host_memory,
+                allocate=self._device.cargo_memory,
             )
             for plan in plans
         ]
@@ -228,7 +232,7 @@ class _Lane:
         self._joined = streams.device_memory(_aligned(page_bytes_max))
 
     def load(self, work: Callable[[torch.Tensor], None], source: torch.Tensor, width: int, after: Fence) -> None:
-        """Copy a page here, behind `after`, and let `work` place it; returns when it is placed."""
+        """Copy a page here once `after` is done, and have `work` place it; returns when it is placed."""
         num_bytes = source.numel()
         if num_bytes > self._arrived.numel():
             raise InternalError("a page is larger than the device was told", page_bytes=num_bytes)
@@ -239,10 +243,10 @@ class _Lane:
 
 
 class Ring:
-    """Stretches of a ring of bytes, given in order and free in order. Not safe from several threads.
+    """Allocates stretches of a ring of bytes, which are freed in order. Not thread-safe.
 
     Attributes:
-        num_bytes: Of the whole ring.
+        num_bytes: Size of the ring.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -250,7 +254,7 @@ class Ring:
         self._slots: deque[tuple[int, int, Event]] = deque()
 
     def take(self, num_bytes: int) -> int | None:
-        """Where a free stretch begins, or `None`. The caller fills it, or nothing happened."""
+        """Where a free stretch begins, or `None`. It is taken only once `fill` is called."""
         while self._slots and self._slots[0][2].is_done():
             self._slots.popleft()
         if not self._slots:
@@ -263,7 +267,7 @@ class Ring:
         return 0 if num_bytes <= oldest else None
 
     def fill(self, start: int, num_bytes: int, until: Event) -> None:
-        """The stretch taken last is in use until the event."""
+        """Mark the stretch that `take` returned last as used until the event is done."""
         self._slots.append((start, _aligned(start + num_bytes), until))
 
 
@@ -276,7 +280,7 @@ def _gather(cache: torch.Tensor, cargos: Sequence[Cargo], slot: torch.Tensor) ->
 @torch.inference_mode()
 def _drain(slot: torch.Tensor, split: torch.Tensor, targets: Sequence[torch.Tensor], width: int) -> None:
     if width > 1:
-        # here and not on the compute stream, which would stand still for it
+        # here and not on the compute stream, which it would stall
         split_planes(slot, len(targets), width, split)
         slot = split
     for target, page in zip(targets, slot.split(targets[0].numel()), strict=True):

@@ -1,7 +1,7 @@
 """Copies on CPU tensors: plain memory, no streams. Runs at memcpy speed on one core.
 
-numpy and not torch does the copies: a torch copy starts a team of OpenMP threads in whichever thread calls it, and
-these spin on the very cores that the engine's own team computes on.
+Copies use numpy, not torch: a torch copy starts a team of OpenMP threads in its calling thread, which spin on the very
+cores that the engine's own team computes on.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CpuCopier:
     def _copies(
         self, runs: Sequence[BlockRun], block_ids: Sequence[Sequence[int]], page: Bytes, first_block: int = 0
     ) -> Iterator[tuple[Bytes, Bytes]]:
-        """Views of the cache and of the page, each strip for each stretch of neighbouring blocks."""
+        """Views of the cache and of the page, for each strip and each stretch of adjacent blocks."""
         stretches = [_neighbours(ids) for ids in block_ids]
         for strip in self._strips.of(runs, page.size):
             memory, layer = self._memories[strip.layer.memory], strip.layer
@@ -115,7 +115,7 @@ class CpuCopier:
 
 
 def _neighbours(block_ids: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Stretches of ascending ids: (position of the first, its id, how many)."""
+    """Stretches of consecutive ids: (position of the first, its id, how many)."""
     found: list[tuple[int, int, int]] = []
     for position, block_id in enumerate(block_ids):
         if found and block_id == found[-1][1] + found[-1][2]:

@@ -1,6 +1,6 @@
-"""The copies that run on a stream, as plain tensor operations: the same code on a GPU and on tensors in host memory.
+"""The copies that run on a stream, as plain tensor operations: the same code for a GPU and for tensors in host memory.
 
-Nothing here waits for the device, and no value on the device decides what is launched.
+Nothing here waits for the device, and what is launched depends on no value on the device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _WIDEST_FIRST = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """What the device needs to know of some pages with equal plans: one upload.
+    """What the device needs to know of some pages with equal plans, in one upload.
 
     Attributes:
-        host: int64, in memory that the device reads later; not changed any more.
-        shapes: Of the parts that stand in it: ids `[pages, feeds, blocks]`, base `[pages, runs]`, stride and feed
-            `[runs]`, pieces `[pieces]`, order (empty: they are in order) and places (empty: all of the page) `[rows]`.
+        host: int64, in memory that the device reads later; must not change any more.
+        shapes: Shapes of its parts: ids `[pages, feeds, blocks]`, base `[pages, runs]`, stride and feed `[runs]`,
+            pieces `[pieces]`, order (empty: they are in order) and places (empty: all of the page) `[rows]`.
         unit_bytes: Bytes of a row.
     """
 
@@ -49,14 +49,14 @@ def pack_rows(
     is_alone: bool,
     allocate: Callable[[int], torch.Tensor],
 ) -> Cargo:
-    """What the device needs to know of pages that are copied together.
+    """The cargo of pages that are copied together.
 
     Args:
         plans: One for each page, all with the same `key`.
         block_ids: For each page and feed the blocks, from `first_block` of the page on.
         first_block: First block of the pages that is copied.
         is_alone: No other plan copies to the same pages.
-        allocate: Gives bytes of memory that the device can read and that nobody else uses while it does.
+        allocate: Returns memory that the device can read and that nobody else uses while it does.
     """
     plan = plans[0]
     ids: NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
@@ -75,13 +75,13 @@ def pack_rows(
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 `[all bytes of the allocation]` behind a tensor, over the same memory."""
+    """uint8 `[all bytes of the allocation]` of a tensor, over the same memory."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def gather_rows(cache: torch.Tensor, cargo: Cargo, target: torch.Tensor) -> None:
-    """Copy rows of the cache to whole pages that stand behind each other in `target`, both uint8."""
+    """Copy rows of the cache to whole pages, which are consecutive in `target`; both uint8."""
     ids, base, stride, feed, pieces, order, places = cargo.land(cache.device)
     index = _cache_rows(ids, base, stride, feed, pieces)
     cache_rows, page_rows = _as_rows(cache, cargo.unit_bytes), _as_rows(target, cargo.unit_bytes)
@@ -115,7 +115,7 @@ def split_planes(source: torch.Tensor, num_pages: int, width: int, target: torch
 
 
 def join_planes(source: torch.Tensor, width: int, target: torch.Tensor) -> None:
-    """The inverse, for one page."""
+    """The inverse of `split_planes`, for one page."""
     planes, elements = source.view(width, -1), target.view(-1, width)
     for plane in range(width):
         elements[:, width - 1 - plane].copy_(planes[plane])
@@ -131,7 +131,7 @@ def _cache_rows(
 
 
 def _as_rows(data: torch.Tensor, unit_bytes: int) -> torch.Tensor:
-    """`[rows, words]` over the same memory, in the widest words that fit; bytes behind the last row are left out."""
+    """`[rows, words]` over the same memory, in the widest words that fit; bytes after the last row are left out."""
     width, dtype = next((width, dtype) for width, dtype in _WIDEST_FIRST if unit_bytes % width == 0)
     num_rows = data.numel() // unit_bytes
     return data[: num_rows * unit_bytes].view(dtype).view(num_rows, unit_bytes // width)

@@ -1,4 +1,4 @@
-"""What a copier works out once for each plan of a page, instead of in every copy."""
+"""Caches what a copier computes for each plan of a page, instead of once per copy."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _KEPT = 512
 
 
 class RunsMemo(Generic[Made]):
-    """Remembers by the identity of the runs, since page plans give out the same tuple again. Safe from any thread.
+    """A cache by the identity of the runs, since page plans return the same tuple each time. Safe from any thread.
 
     Args:
-        make: Works it out, from the runs and the page's bytes.
+        make: Computes the value from the runs and the page's size.
     """
 
     def __init__(self, make: Callable[[Sequence[BlockRun], int], Made]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        # an entry holds its runs, so that no others can have their id
+        # an entry keeps its runs alive, so that no others can get their id
         self._known: OrderedDict[tuple[int, int], tuple[Sequence[BlockRun], Made]] = OrderedDict()
 
     def of(self, runs: Sequence[BlockRun], page_bytes: int) -> Made:
-        """What belongs to these runs; the caller does not change them afterwards."""
+        """The value for these runs, which must not change afterwards."""
         key = (id(runs), page_bytes)
         with self._lock:
             known = self._known.get(key)

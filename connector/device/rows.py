@@ -1,4 +1,4 @@
-"""Runs as rows: what one indexed copy between a cache and a page is told. Pure integers, no torch.
+"""Runs as rows: the indexes of one copy between a cache and a page. Pure integers, no torch.
 
 Cache and page are seen as rows of `unit_bytes`, the largest number that divides every offset, stride and length. Piece
 `k` of run `r` in block `i` is then one row: `base[r] + stride[r] * id + pieces[k]` in the cache.
@@ -39,7 +39,7 @@ class CacheGeometry:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowPlan:
-    """The runs of one slice and one length of page. Rows of the page stand in the order run, block, piece.
+    """The runs of one slice and one length of page. Rows of the page are in the order run, block, piece.
 
     Attributes:
         unit_bytes: Bytes of a row.
@@ -51,7 +51,7 @@ class RowPlan:
         pieces: `[pieces]`: rows from a run's first piece to each.
         places: `[runs, blocks, pieces]`: the row in the page.
         order: `[runs * blocks * pieces]`: indices in the flat `places` by ascending place; `None` when they ascend.
-        key: Equal for plans that differ in `base` only: such pages go in one copy.
+        key: Equal for plans that differ only in `base`: such pages share one copy.
     """
 
     unit_bytes: int

@@ -1,7 +1,7 @@
-"""Streams and events of a device, in the few words that copies need. The only file that names `torch.cuda`.
+"""A small interface to a device's streams and events, as copies need them. The only file that names `torch.cuda`.
 
-A stream does its work in the order it was given, later than the call; two streams know nothing of each other but for
-events. `InlineStreams` does all work in the call itself: the same copies on tensors in host memory.
+A stream runs its work in order, after the call that ordered it; streams are synchronised by events only.
+`InlineStreams` runs all work in the call itself: the same copies on tensors in host memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Event(Protocol):
     """A point in a stream. Safe from any thread."""
 
     def is_done(self) -> bool:
-        """Whether all work before it has ended; never waits."""
+        """Whether all work before it is done; never waits."""
         ...
 
     def wait(self) -> None:
-        """Return when all work before it has ended. Never called on the engine's thread."""
+        """Return when all work before it is done. Never called on the engine's thread."""
         ...
 
 
@@ -32,15 +32,15 @@ class Stream(Protocol):
     """Work that is done in order."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Order `work`: calls that launch on the stream and that no value of the device decides about."""
+        """Order `work`: calls that launch on the stream, and that depend on no value on the device."""
         ...
 
     def record(self) -> Event:
-        """The point behind everything that was ordered so far."""
+        """The point after everything that was ordered so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Let what is ordered from now on start after `event`; the caller does not wait."""
+        """Have what is ordered from now on start after `event`; the caller does not wait."""
         ...
 
 
@@ -65,7 +65,7 @@ class Streams(Protocol):
         """uint8 `[num_bytes]` on the device, content undefined.
 
         Raises:
-            InvalidRequest: There is not so much.
+            InvalidRequest: There is not enough memory.
         """
         ...
 
@@ -73,7 +73,7 @@ class Streams(Protocol):
         """uint8 `[num_bytes]` that the device copies to and from without the processor's help, content undefined.
 
         Raises:
-            InvalidRequest: There is not so much.
+            InvalidRequest: There is not enough memory.
         """
         ...
 
@@ -87,7 +87,7 @@ def open_streams(device: torch.device) -> Streams:
     """The streams of the device that a cache lives on.
 
     Raises:
-        InvalidRequest: A device that we do not know.
+        InvalidRequest: The device is not supported.
     """
     if device.type == "cuda":
         return CudaStreams(device)
@@ -116,7 +116,7 @@ class _CudaStream:
             work()
 
     def record(self) -> Event:
-        # "blocking": whoever waits sleeps, where the default would spin on a core that the engine wants
+        # "blocking": a waiting thread sleeps; by default it would spin on a core that the engine needs
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return _CudaEvent(event)
@@ -129,7 +129,7 @@ class _CudaStream:
 class CudaStreams:
     """`Streams` of one GPU.
 
-    Every call names the device: codec threads start on GPU 0, where they would open a context that costs memory.
+    Every call names the device: codec threads default to GPU 0, where they would create a context that costs memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -170,7 +170,7 @@ class _Done:
 
 
 DONE: Event = _Done()
-"""The event of work that was done when it was ordered."""
+"""The event of work that was done in the call that ordered it."""
 
 
 class _InlineStream:

@@ -1,7 +1,7 @@
-"""Runs that repeat at equal distances, as one strided view: what a copier for host memory walks through.
+"""Runs that repeat at equal distances, folded into one strided view for copies in host memory.
 
-A slice of a page has the same run in every layer, and layers stand at equal distances in one allocation. Folding these
-runs into one saves the interpreter's work for each, which otherwise costs a third of the copy.
+A slice of a page has the same run in every layer, and layers are at equal distances in one allocation. Folding these
+runs into one saves the interpreter's work on each, which otherwise is a third of the cost of a copy.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Strip:
 
 
 def fold_runs(runs: Iterable[BlockRun], layers: Sequence[LayerPlace]) -> tuple[Strip, ...]:
-    """The same copies in as few strips as neighbours in the list can be folded into."""
+    """The same copies as strips, with adjacent runs folded as far as possible."""
     strips = [
         Strip(
             layer=layers[run.layer],
@@ -79,7 +79,7 @@ def fold_runs(runs: Iterable[BlockRun], layers: Sequence[LayerPlace]) -> tuple[S
 
 
 def _fold(strips: Sequence[Strip]) -> list[Strip]:
-    """Neighbours at equal distances become one strip with a dimension more."""
+    """Fold neighbours at equal distances into one strip with one more dimension."""
     folded: list[Strip] = []
     start = 0
     while start < len(strips):
@@ -100,7 +100,7 @@ def _fold(strips: Sequence[Strip]) -> list[Strip]:
 
 
 def _distance(first: Strip, second: Strip) -> tuple[int, int] | None:
-    """Bytes between two strips in the cache and in the page, or `None`: they differ in more than where they are."""
+    """Bytes between two strips in the cache and in the page; `None`: they differ in more than their place."""
     moved = replace(
         second,
         layer=replace(second.layer, start=first.layer.start),

@@ -1,8 +1,8 @@
-"""What the engine tells the world about pages in the store: which became readable, where, and which are gone.
+"""What the engine announces about pages in the store: which became readable, where, and which are gone.
 
 Routers that listen to vLLM's cache events know blocks by vLLM's own hashes; pages are announced as runs of such blocks.
-Used only where events are published, since hashes and tokens of every page are kept until its save is answered. All of
-it happens here: the ranks' answers come with their reports, so that no event has to travel from a worker.
+Used only if events are published, since hashes and tokens of every page are kept until its save is answered. All of it
+happens here: the ranks' reports carry their answers, so no event has to travel from a worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 __all__ = ["Announcement", "Announcements", "BlockRun", "RequestHashes"]
 
 _ACKNOWLEDGED_IN = "memory"
-"""The tier that a save is acknowledged from; it goes on to the slower ones by itself."""
+"""The tier that acknowledges a save; write-back to the slower ones follows by itself."""
 
 _REMEMBERED_PAGES = 16_384
 
@@ -33,9 +33,9 @@ class RequestHashes:
 
     Attributes:
         block_hashes: One for each `hash_tokens` tokens; vLLM appends to it.
-        hash_tokens: Tokens of a hash.
-        lora_name: Of its adapter, or `None`.
-        lora_id: Of its adapter, or `None`.
+        hash_tokens: Tokens per hash.
+        lora_name: Name of its adapter, or `None`.
+        lora_id: Id of its adapter, or `None`.
     """
 
     block_hashes: Sequence[bytes]
@@ -46,16 +46,16 @@ class RequestHashes:
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one group that follow each other.
+    """Consecutive blocks of one group.
 
     Attributes:
         group: Canonical group.
         hashes: vLLM's hash of each block.
         parent: Hash of the block before them, or `None` at the prompt's start.
-        tokens: Of all these blocks.
-        block_tokens: Tokens of a block.
-        lora_name: Of the adapter, or `None`.
-        lora_id: Of the adapter, or `None`.
+        tokens: Tokens of all these blocks.
+        block_tokens: Tokens per block.
+        lora_name: Name of the adapter, or `None`.
+        lora_id: Id of the adapter, or `None`.
     """
 
     group: int
@@ -69,7 +69,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A change: `run` became readable from a tier, or is not any more."""
+    """A change: `run` became readable from a tier, or no longer is."""
 
     run: BlockRun
     tier: str
@@ -78,7 +78,7 @@ class Announcement:
 
 @dataclass(slots=True)
 class _Request:
-    """A request that is not over: when it came, and whether its lookup's answer was compared with what was told."""
+    """An open request: when it came, and whether its lookup's answer was compared with what was announced."""
 
     hashes: RequestHashes
     born_s: float
@@ -87,7 +87,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Told:
-    """A page that was announced: in which tiers, and when last."""
+    """A page that was announced: in which tiers, and when it was last announced."""
 
     hashes: tuple[bytes, ...]
     tiers: set[str] = field(default_factory=set)
@@ -124,35 +124,35 @@ class Announcements:
         self._ready: list[Announcement] = []
 
     def take(self) -> list[Announcement]:
-        """What is to be told since the last call, in order."""
+        """The announcements since the last call, in order."""
         taken, self._ready = self._ready, []
         return taken
 
     def opened(self, request_id: str, hashes: RequestHashes) -> None:
-        """A request came."""
+        """Note that a request came."""
         self._requests[request_id] = _Request(hashes, self._clock.monotonic_s())
 
     def closed(self, request_id: str) -> None:
-        """A request is over, and the last of its saves planned."""
+        """Note that a request is over and the last of its saves planned."""
         self._requests.pop(request_id, None)
 
     def planned(self, job: SaveJob, state: RequestState) -> None:
-        """A page, tail or state is being saved."""
+        """Note that a page, tail or state is being saved."""
         run = self._run(state, job.group, job.start_tokens, job.stop_tokens)
         if run is not None:
             self._pending[job.job_id] = _Pending(job.prefix, run, self._num_ranks)
 
     def withdraw(self, job_id: int) -> None:
-        """A job was never sent."""
+        """Forget a job that was never sent."""
         self._pending.pop(job_id, None)
 
     @property
     def has_pending(self) -> bool:
-        """Whether an idle engine has to step on, to tell of saves that are on their way."""
+        """Whether an idle engine must keep stepping, to announce saves that are on their way."""
         return bool(self._pending or self._ready)
 
     def on_rank_report(self, report: RankReport) -> None:
-        """Ranks answered saves: a page is readable when every rank's share of it is stored."""
+        """Take the ranks' answers: a page is readable once every rank's share of it is stored."""
         for job_id in report.saves_failed:
             self._pending.pop(job_id, None)
         for job_id, ranks in report.saves_done.items():
@@ -165,7 +165,7 @@ class Announcements:
                 self._tell(entry.prefix, entry.run, _ACKNOWLEDGED_IN)
 
     def on_staged(self, state: RequestState, staged: Staged) -> None:
-        """A hit was read. Where all of it came from one tier, its pages are known to be there."""
+        """Announce the pages of a hit, if all of it was read from one tier: then they are known to be there."""
         if len(staged.sources) != 1:
             return
         (tier,) = staged.sources
@@ -176,7 +176,7 @@ class Announcements:
                 self._tell(prefix, run, tier)
 
     def on_presence(self, state: RequestState) -> None:
-        """A prompt was looked up: pages of it that were announced before it came, and are gone, are taken back.
+        """Announce as removed what was announced before a prompt came and its lookup did not find.
 
         Called before a save of the request is planned; only the first call has an effect.
         """
@@ -208,7 +208,7 @@ class Announcements:
             self._told.popitem(last=False)
 
     def _run(self, state: RequestState, group: int, start_tokens: int, stop_tokens: int) -> BlockRun | None:
-        """The blocks of a span, a state's one block included; `None` where vLLM's hashes do not fit them."""
+        """The blocks of a span, or the one block of a state; `None`: vLLM's hashes do not match them."""
         request, block_tokens = self._requests.get(state.request_id), self.shape.groups[group].facts.block_tokens
         if request is None or block_tokens % request.hashes.hash_tokens:
             return None

@@ -1,4 +1,4 @@
-"""Which resume points are audited: the first request that would resume from one computes it, and both are compared."""
+"""Chooses resume points to audit: the first request that would resume there computes instead, and both are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from connector.scheduler.bridge import Bridge
 from connector.scheduler.load_plan import blocks_of
 from connector.scheduler.saves import Offer
 from kvstore.api import Deadline, LeaseId, PageStore, Staged
-from kvstore.errors import Closed
+from kvstore.errors import Closed, InternalError
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
@@ -23,7 +23,7 @@ from kvstore.runtime.meters import Meters
 __all__ = ["Audits", "is_sampled"]
 
 _SEEN_MAX = 1 << 16
-"""Boundaries that are remembered as audited; the oldest is forgotten, and may be audited once more."""
+"""Boundaries that are remembered as audited; beyond, the oldest is forgotten and may be audited again."""
 
 _OPEN_MAX = 64
 """Requests that compute for an audit at a time: each keeps its records leased."""
@@ -34,13 +34,13 @@ Tables = Callable[[], Sequence[Sequence[int]]]
 
 
 def is_sampled(prefix: PrefixHash, rate: float) -> bool:
-    """Whether a boundary belongs to the audited share; the same in every engine, and of a larger share too."""
+    """Whether a boundary is in the audited share; the same in every engine, and included in any larger share."""
     return int.from_bytes(prefix[-8:], "little") < rate * (1 << 64)
 
 
 @dataclass(slots=True)
 class _Record:
-    """One staged page, tail or state, all its slices, that waits for the engine to compute it."""
+    """A staged page, tail or state, all its slices, that waits for the engine to compute it."""
 
     group: int
     start_tokens: int
@@ -61,8 +61,8 @@ class _Audit:
         lease_s: How long, unless it is renewed.
         renewed_s: Monotonic time of the last renewal.
         waiting: Records that are not computed yet.
-        open_jobs: Comparisons that ranks have not answered: by id the number of ranks.
-        from_tokens: What lies below the request did not compute.
+        open_jobs: Unanswered comparisons: by id the number of ranks that have yet to answer.
+        from_tokens: Where the request began to compute; it did not compute what is below.
     """
 
     lease: LeaseId
@@ -75,7 +75,7 @@ class _Audit:
 
 @dataclass(slots=True)
 class _Loaded:
-    """An audited load: where its request resumes, and whether vLLM gave it its blocks since the last step."""
+    """An audited load: where its request resumes, and whether vLLM allocated its blocks since the last step."""
 
     resume_tokens: int
     is_new: bool = True
@@ -84,7 +84,7 @@ class _Loaded:
 class Audits:
     """Belongs to the engine's thread.
 
-    A boundary is audited once by an engine, if its request computes so far: else another request may do it.
+    An engine audits a boundary once. If the request does not compute that far, another request may do it.
 
     Args:
         rate: Share of boundaries, chosen by their hash.
@@ -122,18 +122,18 @@ class Audits:
     # ---- hits
 
     def claim(self, request_id: str, staged: Staged, local_tokens: int) -> int | None:
-        """Take a staged hit over when some of it is to be audited.
+        """Take over a staged hit if some of it is to be audited.
 
-        What is left of the hit is staged anew and may have to be audited as well, until nothing is left or all of it
-        was audited. A request that lost its blocks meanwhile takes its hit: it is made to compute once.
+        The rest of the hit is staged again and may have to be audited as well, until nothing is left or all of it was
+        audited. A request that lost its blocks meanwhile takes its hit: no request is made to compute twice.
 
         Args:
             request_id: Whose hit.
-            staged: The hit; when it is taken over its lease is ours to end.
+            staged: The hit; if it is taken over, ending its lease is up to us.
             local_tokens: What the engine has itself.
 
         Returns:
-            Up to where the request may resume from the store after all, or `None`: the hit is as it was.
+            Up to where the request may still resume from the store, or `None`: the hit is not taken over.
         """
         assert staged.lease is not None
         if request_id in self._computing or len(self._audits) + len(self._ending) >= _OPEN_MAX:
@@ -165,7 +165,7 @@ class Audits:
     # ---- loads
 
     def on_load(self, request_id: str, staged: Staged, resume_tokens: int) -> bool:
-        """A hit is being loaded; says whether the ranks read its blocks back."""
+        """Note that a hit is being loaded; returns whether the ranks are to read its blocks back."""
         self._loaded.pop(request_id, None)
         if not any(is_sampled(key.prefix, self._rate) for key in staged.keys):
             return False
@@ -173,14 +173,19 @@ class Audits:
         return True
 
     def on_load_gone(self, request_id: str) -> None:
-        """The load failed, or its blocks are not there any more."""
+        """Note that a load failed, or that its blocks are gone."""
         if self._loaded.pop(request_id, None) is not None:
             self._gone.append(request_id)
 
+    def on_load_lost(self, request_id: str) -> None:
+        """A load ended that nothing will compute with: what the ranks remember of it since is forgotten as well."""
+        self._loaded.pop(request_id, None)
+        self._gone.append(request_id)
+
     def _read_backs(self, computed_tokens: Mapping[str, int]) -> tuple[str, ...]:
-        """Loads whose requests compute for the first time, with what these had before."""
+        """The requests with an audited load that compute for the first time in this step."""
         found = [request_id for request_id in self._loaded if request_id in computed_tokens]
-        # one that resumes inside its last block writes to it
+        # a request that resumes inside its last block writes to that block
         whole = [name for name in found if computed_tokens[name] >= self._loaded[name].resume_tokens]
         self._gone += set(found) - set(whole)
         for request_id in found:
@@ -197,10 +202,10 @@ class Audits:
         offers: Mapping[str, Sequence[Offer]],
         preempted: Sequence[str],
     ) -> AuditJobs:
-        """What of a step is looked at once more.
+        """The audit's part of a step.
 
         Args:
-            computed_tokens: By request, tokens that were there before the step.
+            computed_tokens: By request, tokens that were computed before the step.
             final_tokens: By request, tokens whose cache content is final after its forward.
             tables: By request, its block ids for each of vLLM's groups.
             offers: By request, states that the forward writes.
@@ -249,7 +254,7 @@ class Audits:
     def _place(
         self, record: _Record, from_tokens: int, tables: Tables, offers: Sequence[Offer]
     ) -> list[LoadPiece] | None:
-        """Where the computed content of a record stands, or `None` when the engine did not compute or keep it."""
+        """Where the computed content of a record is, or `None` if the engine did not compute or keep it."""
         group = self._shape.groups[record.group]
         block_tokens = group.facts.block_tokens
         block_ids: BlockIds
@@ -262,7 +267,10 @@ class Audits:
             last = record.stop_tokens // block_tokens
             if first >= last:
                 return None
-            block_ids = blocks_of(group, tables(), first, last)
+            try:
+                block_ids = blocks_of(group, tables(), first, last)
+            except InternalError:
+                return None
             span_blocks = (record.stop_tokens - record.start_tokens) // block_tokens
             first_block = first - record.start_tokens // block_tokens
         if any(0 in ids for ids in block_ids):
@@ -270,9 +278,9 @@ class Audits:
         return [LoadPiece(key, span_blocks, first_block, block_ids) for key in record.keys]
 
     def _on_blocks_lost(self, request_id: str) -> None:
-        """The request was preempted: what it has not computed yet, another request may.
+        """Note that a request was preempted: another request may audit what this one has not computed yet.
 
-        What it has been given since, before the step that tells of this, it still has.
+        Blocks that it was given after the preemption, but before the step that reports it, it still has.
         """
         loaded = self._loaded.get(request_id)
         if loaded is not None and not loaded.is_new:
@@ -284,7 +292,7 @@ class Audits:
         self._end_done(request_id)
 
     def on_finished(self, request_id: str) -> None:
-        """The request has ended."""
+        """Note that a request has ended."""
         self.on_load_gone(request_id)
         self._computing.discard(request_id)
         for audit in self._audits.pop(request_id, []):
@@ -294,7 +302,7 @@ class Audits:
         self._ending = self._without_done(self._ending)
 
     def on_done(self, done: Mapping[int, int]) -> None:
-        """Ranks answered jobs."""
+        """Take the ranks' answers: by job the number of ranks that are done."""
         for audit in self._open():
             _count_down(audit, done)
         for request_id in list(self._audits):
@@ -306,7 +314,7 @@ class Audits:
 
     @property
     def has_open(self) -> bool:
-        """Whether an engine without requests has to step on: ranks still compare, and leases wait for that."""
+        """Whether an engine without requests must keep stepping: ranks still compare, and leases wait for that."""
         return bool(self._ending)
 
     def _end_done(self, request_id: str) -> None:
@@ -315,7 +323,7 @@ class Audits:
             self._audits[request_id] = left
 
     def _without_done(self, audits: Iterable[_Audit]) -> list[_Audit]:
-        """Those that still wait for something; the others' leases end."""
+        """The audits that still wait for something; the leases of the others are released."""
         left = []
         for audit in audits:
             if audit.waiting or audit.open_jobs:
@@ -354,7 +362,7 @@ class Audits:
 
 
 def _records(staged: Staged) -> list[_Record]:
-    """The records of a hit, slices put together."""
+    """The records of a hit, with their slices grouped."""
 
     def of_record(item: tuple[RecordKey, tuple[int, int]]) -> tuple[int, int, int, bytes]:
         key, (start, stop) = item

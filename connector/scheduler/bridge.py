@@ -1,4 +1,4 @@
-"""What the scheduler side needs of the store's thread: hand over a coroutine, get a future, never wait."""
+"""The scheduler side's way to the store's thread: hand over a coroutine, get a future, never wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bridge(Protocol):
 def traced(
     trace: str, work: Callable[[PageStore], Coroutine[Any, Any, Value]]
 ) -> Callable[[PageStore], Coroutine[Any, Any, Value]]:
-    """`work` as part of a trace, a W3C `traceparent`; as it is where that is empty."""
+    """`work` as part of a trace, given as a W3C `traceparent`; unchanged if that is empty."""
     if not trace:
         return work
 
@@ -37,7 +37,7 @@ def traced(
 
 
 def result_or_none(future: Future[Value]) -> Value | None:
-    """The result of a future that is done; `None` when it failed, which for a cache means: go on without."""
+    """The result of a future that is done; `None` if it failed, which for a cache means: continue without."""
     if future.cancelled():
         return None
     if future.exception() is not None:

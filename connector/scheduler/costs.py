@@ -1,7 +1,7 @@
-"""What computing and fetching cost, learned from what they did cost. Pure: times are arguments.
+"""Predicts what computing and fetching cost from what they have cost. Pure: times are arguments.
 
-Both are told what happened and say what something like it would take, or `None` while they cannot know: before enough
-was seen, far beyond anything seen, and, for fetches, when the last one is too long ago.
+Both learn from what happened and predict what something similar would take, or return `None` if they cannot know:
+before enough was seen, far beyond anything seen, and, for fetches, when the last one is too long ago.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import ceil, sqrt
 __all__ = ["FetchCosts", "Fit", "PrefillCosts"]
 
 _KEEP = 0.95
-"""Share of its weight that an observation keeps with each later one: about the last twenty count."""
+"""Share of its weight that an observation keeps at each later one: about the last twenty count."""
 
 _RIDGE = 1e-3
 """Splits evenly what the observations cannot tell apart, e.g. latency and bandwidth when all sizes were equal."""
@@ -22,24 +22,24 @@ _RIDGE = 1e-3
 _SECONDS_MIN = 1e-5
 
 _PREFILL_TOKENS_MIN = 64
-"""Smaller steps tell of the engine's overhead only."""
+"""Smaller steps show only the engine's overhead."""
 
 _OBSERVATIONS_MIN = 4
 _PREFILL_FURTHER = 2.0
-"""How many times as long a context as was seen is believed: the part that grows with it shows late."""
+"""Predictions extend to contexts this many times as long as any seen: the quadratic part shows late."""
 
 _FETCH_FURTHER = 4.0
 _RECENT = 8
 _FRESH_S = 4.0
-"""A tier that nothing was fetched from for so long is tried again: else one that was slow once would be shunned for
+"""A tier from which nothing was fetched for this long is tried again: else one that was slow once would be avoided for
 ever, since what is not fetched is not measured."""
 
 
 class Fit:
     """Coefficients, none negative, of seconds as a sum of features; by least squares of the *relative* error.
 
-    Relative, since a cost of 10 ms told wrong by half matters as much as one of 10 s, and since a step that took
-    twenty times as long as usual (compilation, a machine that stood still) must not drown the others.
+    Relative, since an error of half matters as much for a cost of 10 ms as for one of 10 s, and since a step that took
+    twenty times as long as usual (compilation, a stalled machine) must not drown the others.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -98,7 +98,7 @@ def _solve_linear(matrix: list[list[float]], target: Sequence[float]) -> list[fl
 
 
 class PrefillCosts:
-    """The engine's own prefill: so much for each step, each token, and each token that a token looks back at."""
+    """The engine's own prefill: a cost per step, per token, and per pair of a token and one that it attends to."""
 
     def __init__(self) -> None:
         self._fit = Fit(3)
@@ -107,7 +107,7 @@ class PrefillCosts:
         self._context_tokens = 0
 
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Learn from one step that did nothing but prefill.
+        """Learn from a step of nothing but prefill.
 
         Args:
             chunks: For each request its (start, stop) tokens.
@@ -122,7 +122,7 @@ class PrefillCosts:
         self._context_tokens = max(self._context_tokens, *(stop for _, stop in chunks))
 
     def seconds(self, start: int, stop: int) -> float | None:
-        """What computing the tokens from `start` to `stop` of a prompt takes, or `None` while that is not known."""
+        """Seconds to compute the tokens from `start` to `stop` of a prompt, or `None` while that is not known."""
         if self._num_steps < _OBSERVATIONS_MIN or stop > _PREFILL_FURTHER * self._context_tokens:
             return None
         steps = ceil((stop - start) / self._step_tokens)
@@ -130,12 +130,12 @@ class PrefillCosts:
 
 
 def _attended(start: int, stop: int) -> float:
-    """Pairs of a token and one that it looks back at."""
+    """Pairs of a token and one that it attends to."""
     return (stop * stop - start * start) / 2
 
 
 class FetchCosts:
-    """One tier, or the way from the node's memory into blocks: so much for each fetch and each byte."""
+    """One tier, or the way from the node's memory into blocks: a cost per fetch and per byte."""
 
     def __init__(self) -> None:
         self._fit = Fit(2)
@@ -155,10 +155,10 @@ class FetchCosts:
         self._seen_s = now_s
 
     def seconds(self, num_bytes: int, *, now_s: float) -> float | None:
-        """What fetching `num_bytes` takes at best, by what was seen lately, or `None` while that is not known.
+        """Seconds to fetch `num_bytes` at best, judged by recent fetches, or `None` while that is not known.
 
-        At best, since whatever disturbs a fetch only makes it longer, and a hit that is given up for a disturbance is
-        a loss that need not be: the fit, or the quickest of the last fetches scaled to the size, whichever is less.
+        At best, since disturbances only make a fetch longer, and a hit given up for a disturbance is a needless loss:
+        the fit, or the fastest of the recent fetches scaled to the size, whichever is less.
         """
         if self._num_fetches < _OBSERVATIONS_MIN or now_s - self._seen_s > _FRESH_S:
             return None

@@ -10,8 +10,8 @@ from kvstore.model.keys import Boundary, NamespaceId
 __all__ = ["Flights", "common_tokens"]
 
 _SHARE_MIN = 0.5
-"""Of what a request would fetch, for it to wait for another one that fetches it: a short common beginning is loaded
-twice in less time than it takes to wait for all of somebody else's prompt."""
+"""The share of a request's fetch that another one must cover for the request to wait for it: loading a short common
+beginning twice takes less time than waiting for all of another prompt."""
 
 
 class Flights:
@@ -24,16 +24,16 @@ class Flights:
         return len(self._flying)
 
     def add(self, fetch: Fetch) -> None:
-        """A fetch has begun."""
+        """Note that a fetch has begun."""
         self._flying[id(fetch)] = fetch
 
     def end(self, fetch: Fetch, *, loaded: bool = False, failed: bool = False) -> None:
-        """It is over. Idempotent.
+        """Note that a fetch is over. Idempotent.
 
         Args:
-            fetch: What was added.
+            fetch: The fetch.
             loaded: vLLM has its tokens in its own cache now.
-            failed: The store did not bring it.
+            failed: The store did not deliver it.
         """
         self._flying.pop(id(fetch), None)
         if not fetch.ended:
@@ -49,9 +49,9 @@ class Flights:
         now_s: float,
         patience_s: Callable[[], float],
     ) -> bool:
-        """Whether another request fetches most of the same: once it has loaded it, vLLM has it itself.
+        """Whether to wait because another request fetches most of the same: once it is loaded, vLLM has it itself.
 
-        It would be loaded once more otherwise, into blocks of this request's own.
+        Otherwise it would be loaded again, into blocks of this request's own.
 
         Args:
             state: The request that has to be answered.
@@ -59,7 +59,7 @@ class Flights:
             local_tokens: What vLLM has of it itself.
             resume_tokens: What the store has of it.
             now_s: Monotonic time.
-            patience_s: How long to wait at most, whoever is waited for; asked once.
+            patience_s: The longest wait for all leaders together; called once.
         """
         if state.follow_until_s is not None and now_s >= state.follow_until_s:
             return False
@@ -67,7 +67,7 @@ class Flights:
         if leader is not None and not leader.ended:
             return True
         if leader is not None and (leader.loaded or leader.failed):
-            # vLLM had it, and not for us, or not any more; or the store has it not: the next one would be the same
+            # vLLM had it, but not for us or not any more; or the store lacks it: the next one would fare the same
             return False
         leader = self._find(state, namespace, local_tokens, resume_tokens)
         if leader is None:
@@ -78,7 +78,7 @@ class Flights:
         return True
 
     def _find(self, state: RequestState, namespace: NamespaceId, local_tokens: int, resume_tokens: int) -> Fetch | None:
-        """A fetch that brings most of the tokens from `local_tokens` to `resume_tokens` of a prompt, or `None`."""
+        """The fetch that covers most of the tokens from `local_tokens` to `resume_tokens` of a prompt, or `None`."""
         assert state.chain is not None
         best: Fetch | None = None
         best_tokens = local_tokens + _SHARE_MIN * (resume_tokens - local_tokens)
@@ -93,9 +93,9 @@ class Flights:
 
 
 def common_tokens(left: Sequence[Boundary], right: Sequence[Boundary]) -> int:
-    """Tokens that two prompts begin with alike, in whole boundaries of the same grid."""
+    """Length of the common beginning of two prompts, in whole boundaries of the same grid."""
     low, high = 0, min(len(left), len(right))
-    while low < high:  # equal up to somewhere and different behind it, since each hash covers all before it
+    while low < high:  # equal up to a point and different after it, since each hash covers all before it
         middle = (low + high + 1) // 2
         low, high = (middle, high) if left[middle - 1] == right[middle - 1] else (low, middle - 1)
     return left[low - 1].tokens if low else 0

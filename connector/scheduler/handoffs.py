@@ -11,14 +11,14 @@ _LOOK_AGAIN_S = 0.02
 """The last page of a prompt comes some 10 ms after the prefill engine's answer."""
 
 _LOOK_AGAIN_SHARE = 0.2
-"""Of the time that it was waited for already: what is late is asked for more rarely."""
+"""The pause as a share of the time waited so far: the later something is, the less often it is asked for."""
 
 
 def awaits_more(state: RequestState, *, there_tokens: int, cap_tokens: int, now_s: float, meters: Meters) -> bool:
-    """Whether more is promised than is there, and has time left.
+    """Whether more is promised than is there, and there is time left to wait for it.
 
     Args:
-        state: The request; its promise is forgotten when it is kept or its time is over.
+        state: The request; its promise is forgotten once it is kept or its time is over.
         there_tokens: What the store or the engine itself has.
         cap_tokens: No hit is longer, whatever is promised.
         now_s: Monotonic time.

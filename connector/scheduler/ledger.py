@@ -24,21 +24,22 @@ class Fetch:
 
     Attributes:
         query: What was asked.
-        ceiling_s: The call ends by itself after so long.
+        ceiling_s: The call ends by itself after this long.
         started_s: Monotonic time of the call.
         renewed_s: Monotonic time of the last renewal of its lease.
         future: The call.
         local_tokens: The engine's own hit that the last answer was for.
+        taken_tokens: What vLLM took beyond it.
         task: The call's task; belongs to the loop's thread, as `lease` does.
-        lease: What the call has leased, known there at once.
-        took_s: How long the call took; written there, before the future is done.
-        reach_tokens: Up to where it brings the prompt, as far as is known.
-        is_measured: Whether its time was learned from.
+        lease: The call's lease; known on that thread first.
+        took_s: How long the call took; written on that thread, before the future is done.
+        reach_tokens: How far it takes the prompt, as far as is known.
+        is_measured: Whether costs were learned from its time.
         lost: The service says that the lease has ended; written on the loop's thread.
         ended: It was loaded or given up.
         loaded: It was loaded.
-        failed: The store did not bring it.
-        shortened: Why it was not asked for all that is stored, in numbers.
+        failed: The store did not deliver it.
+        shortened: Why less was asked for than is stored, in numbers.
     """
 
     query: PrefixQuery
@@ -47,6 +48,7 @@ class Fetch:
     renewed_s: float
     future: Future[Staged] = field(init=False)
     local_tokens: int = 0
+    taken_tokens: int = 0
     task: asyncio.Task[Any] | None = None
     lease: LeaseId | None = None
     took_s: float = 0.0
@@ -76,6 +78,7 @@ class RequestState:
         hashed: Done when the whole of `prompt` is hashed.
         lookup: The presence question; its answer also tells what need not be saved.
         looked_s: Monotonic time at which it was put.
+        looked_for_question: It was put because vLLM asked, and vLLM did not hear of its answer yet.
         asked_s: Monotonic time at which vLLM first asked for a hit.
         fetch: Records being staged or staged for the next admission.
         loading: A staged fetch that vLLM admitted and the ranks are loading.
@@ -83,16 +86,16 @@ class RequestState:
         follow_until_s: Monotonic time at which it waits no longer for any.
         closed: No further hits for this request: nothing there, too slow, or failed before.
         load_failed: A load failed: not even a preemption makes it ask again.
-        planned_tokens: Final tokens at the last look for pages to save.
-        pages_delayed: Pages are final and found no room yet.
+        planned_tokens: Final tokens when pages to save were last looked for.
+        pages_delayed: Pages are final but found no room yet.
         cursors: By group: every page up to here is saved, known to be stored, or given up.
         present: By boundary the groups that were stored when the lookup was answered, or that were loaded or saved.
-        save_stopped: A page was dropped for good; what comes behind it could never be used.
-        namespace: Where it was looked up, when vLLM asked last; then also
-        local_tokens: the engine's own hit, and
-        cap_tokens: the furthest point that it could be resumed from.
-        told: What the store was told last of its outcome.
-        trace: Told to the store with what is asked for it; empty: nothing.
+        save_stopped: A page was dropped for good; what follows it could never be used.
+        namespace: Where it was looked up when vLLM last asked.
+        local_tokens: The engine's own hit at that time.
+        cap_tokens: The furthest point that it could be resumed from, at that time.
+        told: What the store was last told of its outcome.
+        trace: Passed to the store with each call for it; empty: none.
     """
 
     request_id: str
@@ -106,6 +109,7 @@ class RequestState:
     hashed: Future[None] | None = None
     lookup: Future[Lookup] | None = None
     looked_s: float = 0.0
+    looked_for_question: bool = False
     asked_s: float | None = None
     fetch: Fetch | None = None
     loading: Fetch | None = None
@@ -136,13 +140,13 @@ class RequestState:
             self.presence_known = True
 
     def note_stored(self, boundary_tokens: int, group: int) -> None:
-        """The group's record at a boundary is stored or on its way."""
+        """Note that the group's record at a boundary is stored or on its way."""
         self.present[boundary_tokens] = self.present.get(boundary_tokens, 0) | 1 << group
 
     def extend_chain(self, tokens: int, boundary_tokens: int) -> None:
         """Hash up to the last boundary within `tokens` of what is known; only once the prompt is hashed.
 
-        Cheap: after the prompt it is one boundary per so many generated tokens.
+        Cheap: after the prompt it is one boundary per `boundary_tokens` generated tokens.
         """
         assert self.chain is not None
         wanted = min(tokens, len(self.known)) // boundary_tokens * boundary_tokens
@@ -162,7 +166,7 @@ class RequestState:
         return boundary.prefix
 
     def resume(self) -> None:
-        """The request lost its blocks and will be asked for again, with what it has generated so far."""
+        """Prepare a request that lost its blocks to be asked for again, with what it has generated so far."""
         self.closed, self.asked_s, self.lookup = self.load_failed, None, None
         self.follows = self.follow_until_s = None
         if self.is_hashed and len(self.known) > len(self.prompt):
@@ -180,7 +184,7 @@ class RequestState:
 
 
 class Ledger:
-    """All requests that vLLM told us of and did not end yet."""
+    """All requests that vLLM has announced and not ended yet."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}

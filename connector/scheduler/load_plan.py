@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from connector.canonical.window import may_lose_blocks
 from connector.identity import GroupShape
 from connector.jobs import BlockIds, LoadPiece
 from kvstore.api import Staged
@@ -20,7 +21,7 @@ def plan_load(
     local_tokens: int,
     resume_tokens: int,
 ) -> tuple[LoadPiece, ...]:
-    """Cut the staged records to the blocks between the engine's own hit and the resume point.
+    """Limit the staged records to the blocks between the engine's own hit and the resume point.
 
     Args:
         staged: Leased records that serve at least `resume_tokens`.
@@ -30,8 +31,11 @@ def plan_load(
         resume_tokens: Blocks from here on are the engine's to compute and are never written.
 
     Raises:
-        InternalError: A block to write is the null block, which belongs to nobody; or a state is not of this point.
+        InternalError: A block to write is the null block, which belongs to nobody; or a state, or the window of a hit
+            that is shorter than what was staged, is not of this point.
     """
+    if resume_tokens < staged.resume_tokens and any(may_lose_blocks(group.facts.kind) for group in groups):
+        raise InternalError("a shorter hit's window is not staged", resume=resume_tokens, of=staged.resume_tokens)
     pieces = []
     for key, (start, stop) in zip(staged.keys, staged.spans, strict=True):
         group = groups[key.group]

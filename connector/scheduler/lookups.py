@@ -1,4 +1,4 @@
-"""From a request to a hit: hash the prompt, ask what is there, fetch it, and only then promise it.
+"""From a request to a hit: hash the prompt, look it up, fetch what is there, and only then report the hit.
 
 Every question is answered at once with what is known: a number of tokens, or `None` for "ask again". Nothing waits.
 """
@@ -18,6 +18,7 @@ from connector.prefix_hash import PrefixChain
 from connector.scheduler.admission import Admission
 from connector.scheduler.audits import Audits
 from connector.scheduler.bridge import Bridge, result_or_none, traced
+from connector.scheduler.fetching import staging
 from connector.scheduler.flights import Flights
 from connector.scheduler.handoffs import awaits_more, look_again
 from connector.scheduler.ledger import Fetch, RequestState
@@ -26,6 +27,7 @@ from connector.settings import ConnectorSettings
 from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
 from kvstore.errors import Closed
 from kvstore.model.keys import NamespaceId
+from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
@@ -37,17 +39,17 @@ _RENEW_SHARE = 3
 """A lease is renewed after a third of its time, so that two lost renewals do not end it."""
 
 _STALE_S = 2.0
-"""A request that stood in vLLM's queue longer is looked up again: those before it have saved what it may share."""
+"""A request that waited in vLLM's queue for longer is looked up again: those before it have saved what it may share."""
 
 _OVERDUE_S = 0.5
-"""A fetch that does not end by itself at its ceiling is given up so much later."""
+"""A fetch that does not end by itself at its ceiling is given up this much later."""
 
 _LAST_TRY_S = 0.3
-"""For a fetch of one's own after all time was spent on waiting for another one's: its records mostly are in the node's
-memory then."""
+"""The least time for a request's own fetch after it waited for another one's: the records are mostly in the node's
+memory by then."""
 
 _STEADY_SHARE = 0.9
-"""A fetch that took this much of its time came short because it was slow, not because it stood still."""
+"""A fetch that used this share of its time fell short because it was slow, not because it stalled."""
 
 
 class Lookups:
@@ -57,10 +59,11 @@ class Lookups:
         bridge: To the store.
         settings: Timeouts.
         step_tokens: Hits end on multiples of this (the engine's scheduler block).
-        admission: What of a hit to fetch, and how long to wait for it.
-        adapters: Digests of what requests name.
-        outcomes: Where to tell what became of requests.
-        whole_prompts: A hit may be the whole prompt; else it leaves at least one token to compute.
+        layout: The model's layout.
+        admission: Decides how much of a hit to fetch, and how long to wait for it.
+        adapters: Digests of the adapters that requests name.
+        outcomes: Where to report what became of requests.
+        whole_prompts: A hit may be the whole prompt; otherwise it leaves at least one token to compute.
         local_cache: vLLM caches prefixes itself, so that what one request has loaded serves the next one.
         meters: Counters.
         clock: Time.
@@ -72,6 +75,7 @@ class Lookups:
         settings: ConnectorSettings,
         *,
         step_tokens: int,
+        layout: Layout,
         admission: Admission,
         adapters: Adapters,
         outcomes: Outcomes,
@@ -83,6 +87,7 @@ class Lookups:
         self._bridge = bridge
         self._settings = settings
         self._step_tokens = step_tokens
+        self._layout = layout
         self._admission = admission
         self._adapters = adapters
         self._outcomes = outcomes
@@ -92,8 +97,8 @@ class Lookups:
         self._meters = meters
         self._clock = clock
         self.answered = threading.Event()
-        """Set when an answer came that vLLM's next question would get."""
-        self.audits: Audits | None = None  # set where hits are audited
+        """Set when an answer has come that changes what vLLM gets when it next asks."""
+        self.audits: Audits | None = None  # set if hits are audited
 
     def start(self, state: RequestState, namespace: NamespaceId) -> None:
         """Hash the prompt and look it up, in the background."""
@@ -123,7 +128,7 @@ class Lookups:
         state.lookup.add_done_callback(lambda _: self.answered.set())
 
     def may_wait(self, state: RequestState) -> bool:
-        """Whether the time that a request gives to the question "is anything there?" is not over yet."""
+        """Whether a request still has time to wait for the answer to its lookup."""
         if state.closed or state.chain is None:
             return False
         now = self._clock.monotonic_s()
@@ -135,7 +140,7 @@ class Lookups:
         timeout_s = self._settings.lookup_timeout_ms / 1000
         if state.handoff is None:
             return timeout_s
-        # something is there, or soon will be: worth more patience than a question to which the answer may be no
+        # something is there, or soon will be: worth more patience than a lookup that may find nothing
         return max(timeout_s, state.handoff.wait_s)
 
     def hit(self, state: RequestState, namespace: NamespaceId, local_tokens: int) -> int | None:
@@ -150,9 +155,11 @@ class Lookups:
         if state.fetch is not None:
             return self._poll_fetch(state, namespace, local_tokens, now)
         is_waiting = state.follows is not None or (state.lookup is not None and not state.lookup.done())
-        if state.lookup is None or (not is_waiting and now - state.looked_s > _STALE_S):
-            state.asked_s, state.presence_known = now, False  # what it waited before is not the lookup's time
+        is_stale = now - state.looked_s > _STALE_S and not state.looked_for_question
+        if state.lookup is None or (not is_waiting and is_stale):
+            state.asked_s, state.presence_known = now, False  # earlier waiting does not count against the lookup
             self.start(state, namespace)
+            state.looked_for_question = True  # the next question may come later than an answer is fresh: steps are long
         in_time = self.may_wait(state)
         lookup = state.lookup
         assert lookup is not None
@@ -161,8 +168,9 @@ class Lookups:
                 return None
             return self._give_up(state, "lookup_timeout")
         answer = result_or_none(lookup)
-        if answer is None:  # also where nobody could tell what its adapter is
+        if answer is None:  # also if its adapter could not be identified
             return self._give_up(state, "lookup_failed" if state.chain.adapter is None else "adapter_unknown")
+        state.looked_for_question = False
         there_tokens, cap_tokens = max(answer.resume_tokens, local_tokens), self._cap_tokens(state.prompt)
         if awaits_more(state, there_tokens=there_tokens, cap_tokens=cap_tokens, now_s=now, meters=self._meters):
             if look_again(state, now):
@@ -177,13 +185,13 @@ class Lookups:
         if self._waits_for_another(state, namespace, answer.resume_tokens, local_tokens, now):
             return None
         if state.follows is not None and state.follows.failed:
-            return self._give_up(state, "shared_fetch_failed")  # or each in turn would find out for itself
+            return self._give_up(state, "shared_fetch_failed")  # else each follower would find out for itself, in turn
         return self._fetch(state, namespace, answer, local_tokens, now)
 
     def _waits_for_another(
         self, state: RequestState, namespace: NamespaceId, resume_tokens: int, local_tokens: int, now: float
     ) -> bool:
-        """Whether another request fetches most of the same; bounded by the time that computing it would take."""
+        """Whether to wait for another request that fetches most of the same, for at most the time to compute it."""
         if not self._local_cache:
             return False
         has_waited = state.follow_until_s is not None
@@ -206,7 +214,7 @@ class Lookups:
     def _fetch(
         self, state: RequestState, namespace: NamespaceId, answer: Lookup, local_tokens: int, now: float
     ) -> int | None:
-        """Fetch what of a hit is worth it."""
+        """Start to fetch as much of a hit as pays."""
         choice = self._admission.choose(answer, local_tokens, now_s=now)
         shortened: dict[str, float] = {}
         if choice.resume_tokens < answer.resume_tokens:
@@ -219,44 +227,24 @@ class Lookups:
                 return self._give_up(state, "cheaper_to_compute", detail=shortened)
             self._meters.add("connector_hits_cut", reason="cheaper_to_compute")
         ceiling_s = self._ceiling_s(local_tokens, choice.resume_tokens)
-        if state.follow_until_s is not None:  # it has spent of its time on waiting for another one's fetch
+        if state.follow_until_s is not None:  # it spent some of its time on waiting for another fetch
             ceiling_s = min(ceiling_s, max(_LAST_TRY_S, state.follow_until_s - now))
         assert state.chain is not None
         query = self._query(namespace, state.chain, state.prompt, local_tokens=local_tokens)
         query = replace(query, cap_tokens=min(query.cap_tokens, choice.resume_tokens))
         fetch = Fetch(query, ceiling_s, now, now, reach_tokens=query.cap_tokens, shortened=shortened)
-        fetch.future = self._bridge.submit(traced(state.trace, self._stage(fetch)))
+        work = staging(fetch, self._layout, clock=self._clock, meters=self._meters)
+        fetch.future = self._bridge.submit(traced(state.trace, work))
         fetch.future.add_done_callback(lambda _: self.answered.set())
         state.fetch = fetch
         self._flights.add(fetch)
         return None
 
-    def _stage(self, fetch: Fetch) -> Callable[[PageStore], Coroutine[Any, Any, Staged]]:
-        deadline = Deadline.after(fetch.ceiling_s)
-
-        async def stage(store: PageStore) -> Staged:
-            fetch.task = asyncio.current_task()
-            staged = await store.stage(fetch.query, deadline=deadline)
-            fetch.took_s = self._clock.monotonic_s() - fetch.started_s
-            self._meters.observe("connector_stage_seconds", fetch.took_s)
-            _log.debug(
-                "kvstore: staged %d of %d tokens, %d bytes in %d ms from %s",
-                staged.resume_tokens,
-                fetch.query.cap_tokens,
-                staged.num_bytes,
-                fetch.took_s * 1000,
-                dict(staged.sources),
-            )
-            fetch.lease = staged.lease
-            return staged
-
-        return stage
-
     def _poll_fetch(self, state: RequestState, namespace: NamespaceId, local_tokens: int, now: float) -> int | None:
         fetch = state.fetch
         assert fetch is not None
         if not fetch.future.done():
-            # the stage call ends by itself when nothing comes any more; this is the ceiling above it
+            # the stage call ends by itself when nothing arrives any more; this is the ceiling above it
             if now - fetch.started_s < fetch.ceiling_s + _OVERDUE_S:
                 return None
             return self._give_up(state, "stage_timeout")
@@ -272,8 +260,8 @@ class Lookups:
             return self._held_locally(state)
         is_late = now - fetch.renewed_s >= staged.lease_s
         if fetch.lost or is_late or local_tokens < fetch.query.local_tokens:
-            # its lease has ended, or vLLM evicted blocks that it had when we fetched, so that what lies below is not
-            # staged: start over
+            # The lease has ended, or vLLM evicted blocks that it had when we fetched, so that what is below is not
+            # staged: start over.
             self.drop_fetch(state)
             return self._fetch_anew(state, namespace, local_tokens, now)
         if now - fetch.renewed_s > staged.lease_s / _RENEW_SHARE:
@@ -281,7 +269,7 @@ class Lookups:
             self._renew(fetch, staged.lease)
         if self.audits is not None and (stop := self.audits.claim(state.request_id, staged, local_tokens)) is not None:
             self._flights.end(fetch, loaded=False)
-            state.fetch = None  # the audit's from now on, with its lease; what is left below is fetched anew
+            state.fetch = None  # the audit owns it from now on, with its lease; what is left below is fetched again
             if stop <= local_tokens:
                 return self._give_up(state, "audited")
             return self._fetch_anew(state, namespace, local_tokens, now, most_tokens=stop)
@@ -299,13 +287,13 @@ class Lookups:
         return self._fetch(state, namespace, answer, local_tokens, now)
 
     def _learn(self, fetch: Fetch, staged: Staged, now: float) -> None:
-        """What the fetch tells of its tiers, once; nothing if it stood still, which is no tier's usual pace."""
+        """Learn its tiers' costs from a fetch, once; not if it stalled, which is no tier's usual pace."""
         if fetch.is_measured:
             return
         fetch.is_measured = True
         fetch.reach_tokens = staged.resume_tokens
         is_whole = staged.resume_tokens >= fetch.query.cap_tokens
-        if not is_whole:
+        if not is_whole and staged.lease is not None:
             self._meters.add("connector_hits_cut", reason="staged_less")
         if is_whole or fetch.took_s >= _STEADY_SHARE * fetch.ceiling_s:
             self._admission.on_staged(staged, fetch.took_s, now_s=now)
@@ -318,7 +306,7 @@ class Lookups:
         self._submit_quietly(renew)
 
     def _held_locally(self, state: RequestState) -> int:
-        """vLLM has as much itself: no miss, and it may be asked again when vLLM loses it."""
+        """Answer "nothing" because vLLM has as much itself: not a miss, and it may ask again if it loses that."""
         self._outcomes.tell(state, "held_by_engine")
         self.drop_fetch(state)
         state.asked_s = None
@@ -334,16 +322,17 @@ class Lookups:
         state.closed = True
         return 0
 
-    def admitted(self, state: RequestState) -> tuple[Staged, int]:
-        """vLLM allocated blocks for the staged hit: it is being loaded from now on; its lease starts anew.
+    def admitted(self, state: RequestState, taken_tokens: int) -> tuple[Staged, int]:
+        """Note that vLLM allocated blocks for so much of the staged hit and it is being loaded; renews its lease.
 
         Returns:
-            What is staged, and the engine's own hit that it was promised beyond.
+            What is staged, and the engine's own hit at the time of our answer.
         """
         fetch = state.fetch
         assert fetch is not None
         staged = fetch.future.result()
         assert staged.lease is not None
+        fetch.taken_tokens = taken_tokens
         state.fetch, state.loading, state.asked_s = None, fetch, None
         self._renew(fetch, staged.lease)
         self._outcomes.hit(state, fetch, staged)
@@ -357,16 +346,25 @@ class Lookups:
             self._release(fetch)
 
     def loaded(self, state: RequestState, *, failed: bool) -> None:
-        """The ranks are done with the load, well or not: end its lease."""
+        """Note that the ranks are done with the load, successfully or not, and end its lease."""
         fetch, state.loading = state.loading, None
         if fetch is not None:
             if failed:
                 self._outcomes.tell(state, "load_failed")
+            else:
+                self._count_hit(fetch)
             self._flights.end(fetch, loaded=not failed)
             self._release(fetch)
 
+    def _count_hit(self, fetch: Fetch) -> None:
+        """A request resumes from what the ranks have loaded; not counted before, since a load may fail."""
+        self._meters.add("connector_hits")
+        self._meters.add("connector_external_tokens", fetch.taken_tokens)
+        for tier, count in fetch.future.result().sources.items():
+            self._meters.add("connector_records_staged", count, tier=tier)
+
     def forget(self, state: RequestState) -> None:
-        """The request ended: cancel what runs for it and end its leases, except that of a load in flight."""
+        """Cancel what runs for a request that ended and end its leases, except that of a load in flight."""
         for future in (state.hashed, state.lookup):
             if future is not None:
                 future.cancel()
@@ -374,7 +372,7 @@ class Lookups:
 
     def _release(self, fetch: Fetch) -> None:
         async def end(store: PageStore) -> None:
-            # here, on the loop's thread: a future cancelled from outside loses a lease that was granted just now
+            # here, on the loop's thread: cancelling the future from outside could lose a lease granted just now
             if fetch.lease is not None:
                 await store.release(fetch.lease)
             elif fetch.task is not None:
@@ -387,7 +385,7 @@ class Lookups:
             self._bridge.submit(work)
 
     def _cap_tokens(self, prompt: tuple[int, ...]) -> int:
-        # the engine needs the logits of the last token: it computes that one again when all are there
+        # the engine needs the last token's logits: if all tokens are there, it computes that one again
         tokens = len(prompt) if self._whole_prompts else max(0, len(prompt) - 1)
         return tokens // self._step_tokens * self._step_tokens
 

@@ -1,6 +1,6 @@
-"""How an engine gets its namespace: weights digested, layout proven on every rank, the service asked.
+"""How an engine gets its namespace: weights digested, layout proven on every rank, namespace opened at the service.
 
-And how it loses and gets one again where weights change while it runs.
+And how it loses it and gets another one when weights change while it runs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Opening:
 
     @property
     def namespace(self) -> NamespaceId | None:
-        """Once it is open, and while the engine has the weights that it is for."""
+        """The namespace, once it is open and as long as the engine has the weights that it is for."""
         opened = self._opened  # set on another thread
         return opened[1] if opened is not None and opened[0] == self._binding and not self._detached else None
 
@@ -75,14 +75,14 @@ class Opening:
 
     @property
     def is_coming(self) -> bool:
-        """Whether there will be a namespace without anybody's doing."""
+        """Whether there will be a namespace without anyone intervening."""
         return self.refused is None and not self._detached
 
     def reset(self, *, is_empty: bool) -> None:
-        """Detach from the weights, and attach to others where their id was written: else there is no namespace.
+        """Detach from the weights, and attach to others if their id was written; otherwise there is no namespace.
 
         Args:
-            is_empty: vLLM holds no block that could be of older weights.
+            is_empty: vLLM holds no block that could be from older weights.
         """
         if self.refused is not None:
             return
@@ -139,7 +139,7 @@ class Opening:
                 namespace = await store.open_namespace(description, deadline=Deadline.after(5.0))
                 break
             except Unavailable:
-                await asyncio.sleep(_OPEN_RETRY_S)  # the client says what is wrong, once, and keeps connecting
+                await asyncio.sleep(_OPEN_RETRY_S)  # the client logs what is wrong, once, and keeps reconnecting
             except InvalidRequest as error:
                 raise InvalidRequest(f"the service refuses the namespace: {error}") from error
         layout = self._shape.layout

@@ -1,4 +1,4 @@
-"""Tells the store what became of each request's prompt, so that `kvstore explain` can say why it was a miss."""
+"""Reports to the store what became of each request's prompt, so that `kvstore explain` can say why it was a miss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Outcomes", "cut", "silent"]
 
 
 class Outcomes:
-    """Tells on the store's thread; nothing is waited for, and nothing is lost but the explanation if it fails.
+    """Reports on the store's thread. Nothing waits for it, and if it fails only the explanation is lost.
 
     Args:
         bridge: To the store.
@@ -39,14 +39,14 @@ class Outcomes:
         detail: Mapping[str, object] | None = None,
         looked: bool = False,
     ) -> None:
-        """Tell once what is the same as before.
+        """Report an outcome, unless it is the same as the last one.
 
         Args:
             state: The request.
-            reason: Why it was resumed no further, a word of docs/explain.md; empty: it was, all the way.
+            reason: Why it was resumed no further, a word of docs/explain.md; empty: it was resumed as far as possible.
             resume_tokens: Up to where it was resumed.
-            detail: What the reason rests on.
-            looked: The reason is what the lookup did not find: the store says why that was not there.
+            detail: The evidence for the reason.
+            looked: The reason is what the lookup did not find; the store knows why that was not there.
         """
         if state.told == (reason, resume_tokens):
             return
@@ -80,7 +80,7 @@ class Outcomes:
             self._bridge.submit(tell)
 
     def hit(self, state: RequestState, fetch: Fetch, staged: Staged) -> None:
-        """Tell of what is being loaded, and if that is not all there could be, why."""
+        """Report what is being loaded and, if that is less than possible, why."""
         reason, looked = "", False
         detail: dict[str, object] = {"bytes": staged.num_bytes, "fetch_s": fetch.took_s}
         detail |= {f"records_from_{tier}": count for tier, count in staged.sources.items()}
@@ -99,7 +99,7 @@ class Outcomes:
     def _stop(
         self, state: RequestState, boundaries: Sequence[Boundary], outcome: Outcome
     ) -> tuple[Boundary, int] | None:
-        """The next boundary that was needed and not whole, and which groups were: an end of a page, or the last one."""
+        """The next boundary that was needed but incomplete (an end of a page, or the last), and its complete groups."""
         answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
         if answer is None:
             return None
@@ -113,7 +113,7 @@ class Outcomes:
 
 
 def silent(answer: Lookup) -> dict[str, object]:
-    """What did not answer a lookup, and may hold more than it says, as an outcome's detail."""
+    """The tiers that did not answer a lookup, and may hold more, as an outcome's detail."""
     return {"silent": ", ".join(answer.silent)} if answer.silent else {}
 
 

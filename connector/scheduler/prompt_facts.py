@@ -14,7 +14,7 @@ __all__ = ["PromptFacts"]
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What of a request decides whether and as what it is cached.
+    """The facts of a request that decide whether, and under which identity, it is cached.
 
     Attributes:
         request_id: vLLM's.
@@ -24,7 +24,7 @@ class PromptFacts:
         content: What they depend on beside tokens and salt, or `None` for nothing.
         flags: What the request asks of the cache.
         handoff: What a prefill engine has promised of it, or `None`.
-        trace: W3C `traceparent` of its span in vLLM; empty where vLLM does not trace.
+        trace: W3C `traceparent` of its span in vLLM; empty if vLLM does not trace.
     """
 
     request_id: str

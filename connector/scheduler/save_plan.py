@@ -29,13 +29,13 @@ def final_pages(
     Args:
         saved_tokens: The cursor: a page boundary, or where a tail ended.
         final_tokens: Tokens whose cache content does not change any more after this step.
-        tail_tokens: Where a tail ends, should this be inside a page: hits should end at blocks, not at pages. The last
+        tail_tokens: Where a tail ends if this is inside a page, since hits should end at blocks, not at pages. The last
             boundary of the prompt while the request runs, of all its tokens when it ends.
         page_tokens: Tokens of a page.
-        is_stored: Whether the record that ends at a boundary is stored, as a lookup told.
+        is_stored: Whether the record that ends at a boundary is stored, according to the lookup.
 
     Returns:
-        The pages in token order, and where the cursor stands when all of them are saved.
+        The pages in token order, and where the cursor is once all of them are saved.
     """
     pages: list[PageToSave] = []
     cursor = saved_tokens

@@ -1,4 +1,4 @@
-"""From steps to save jobs: cursors, the ranks' room, pins, and what the ranks answer."""
+"""From steps to save jobs: cursors, the ranks' room, pins, and the ranks' reports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["BlockPins", "Offer", "Saves"]
 
 
 Tables = Callable[[], Sequence[Sequence[int]]]
-"""Gives, for each of vLLM's groups, a request's block ids; asked for only when a page is saved."""
+"""Returns, for each of vLLM's groups, a request's block ids; called only when a page is saved."""
 
 
 class BlockPins(Protocol):
-    """Keeps blocks from being given away."""
+    """Keeps blocks from being reused."""
 
     def pin(self, block_ids: Sequence[int]) -> None: ...
 
@@ -57,7 +57,7 @@ class Saves:
     Args:
         shape: The model's cache.
         num_ranks: Ranks that answer each job.
-        limit_bytes: Host memory of a rank for pages on their way.
+        limit_bytes: Host memory of a rank for pages in flight.
         ledger: The requests.
         meters: Counters.
     """
@@ -73,9 +73,9 @@ class Saves:
         self._next_job_id = 0
         self._ended: list[SaveJob] = []  # of requests that ended, for the next step
         self.pins: BlockPins | None = None
-        """Set once vLLM's block pool is known; without it nothing is saved of a request that ended."""
+        """Set once vLLM's block pool is known; without it nothing is saved of requests that have ended."""
         self.announcements: Announcements | None = None
-        """Set where cache events are published."""
+        """Set if cache events are published."""
 
     def __len__(self) -> int:
         return len(self._saving)
@@ -88,7 +88,7 @@ class Saves:
         tables: Tables,
         offers: Sequence[Offer] = (),
     ) -> list[SaveJob]:
-        """The jobs of one running request; its hashes are there.
+        """The jobs of one running request, whose prompt is hashed.
 
         Costs next to nothing in a step that completes no block: it is called for every request of every step.
 
@@ -106,7 +106,10 @@ class Saves:
         jobs: list[SaveJob] = []
         if state.pages_delayed or final_tokens // boundary != state.planned_tokens // boundary:
             tail_tokens = len(state.prompt) // boundary * boundary
+            was_delayed = state.pages_delayed
             jobs = self._plan_pages(state, namespace, final_tokens, tail_tokens, tables)
+            if state.pages_delayed and not was_delayed:
+                self._meters.add("connector_saves_delayed")
             state.planned_tokens = final_tokens
         if offers and not state.save_stopped:
             jobs += self._plan_states(state, namespace, offers)
@@ -115,20 +118,27 @@ class Saves:
     def plan_end(
         self, state: RequestState, namespace: NamespaceId, final_tokens: int, tables: Sequence[Sequence[int]]
     ) -> None:
-        """A request ended well: save what is final and not saved yet, a tail included, with the next step.
+        """Plan the last saves of a request that ended well, a tail included, for the next step.
 
-        Its blocks are pinned until the ranks answer: vLLM gives them away now.
+        Its blocks are pinned until the ranks answer, since vLLM frees them now.
         """
         if self.pins is None or state.save_stopped:
             return
         boundary = self._shape.boundary_tokens
         final_tokens = min(final_tokens, len(state.known))
         tail_tokens = final_tokens // boundary * boundary
-        for job in self._plan_pages(state, namespace, final_tokens, tail_tokens, lambda: tables):
-            block_ids = tuple(block_id for ids in job.block_ids for block_id in ids)
-            self.pins.pin(block_ids)
-            self._saving[job.job_id].pinned = block_ids
-            self._ended.append(job)
+        first_job_id = self._next_job_id
+        try:
+            for job in self._plan_pages(state, namespace, final_tokens, tail_tokens, lambda: tables):
+                block_ids = tuple(block_id for ids in job.block_ids for block_id in ids)
+                self.pins.pin(block_ids)
+                self._saving[job.job_id].pinned = block_ids
+                self._ended.append(job)
+            if state.pages_delayed:  # there is no next step to try it in
+                self._meters.add("connector_saves", outcome="no_room")
+        except BaseException:
+            self.withdraw(first_job_id)
+            raise
 
     def take_ended(self) -> list[SaveJob]:
         """Jobs of requests that ended since the last step."""
@@ -162,13 +172,13 @@ class Saves:
                 first, last = page.start_tokens // block_tokens, page.stop_tokens // block_tokens
                 block_ids = blocks_of(group, tables(), first, last)
                 if any(0 in ids for ids in block_ids):
-                    # out of the window before its turn came; what comes later can be used without it
+                    # it left the window before its turn; later pages can be used without it
                     assert may_lose_blocks(group.facts.kind), "a block of full attention is gone"
                     self._meters.add("connector_saves", outcome="window_passed")
                     continue
                 job = self._job(state, namespace, index, Span(page.start_tokens, page.stop_tokens), block_ids)
                 if job is None:
-                    # the ranks have no room; mostly the blocks are still held, so the next step tries again
+                    # the ranks have no room; the blocks are mostly still held, so the next step tries again
                     cursor = page.start_tokens
                     state.pages_delayed = True
                     break
@@ -192,19 +202,20 @@ class Saves:
                 if any(0 in ids for ids in block_ids):
                     continue
                 job = self._job(state, namespace, index, Span(boundary_tokens, boundary_tokens), block_ids)
-                if job is not None:
-                    state.note_stored(boundary_tokens, index)  # vLLM offers a state again when it is loaded
+                if job is None:  # nor is a state offered a second time
+                    self._meters.add("connector_saves", outcome="no_room")
+                else:
+                    state.note_stored(boundary_tokens, index)  # vLLM offers a state again once it is loaded
                     jobs.append(job)
         return jobs
 
     def _job(
         self, state: RequestState, namespace: NamespaceId, index: int, span: Span, block_ids: BlockIds
     ) -> SaveJob | None:
-        """A job with room on every rank, or `None` when there is none."""
+        """A job, with its room on every rank reserved, or `None` if there is no room."""
         group = self._shape.groups[index]
         num_bytes = len(block_ids[0]) * group.facts.rank_block_bytes
         if self._in_flight_bytes and self._in_flight_bytes + num_bytes > self._limit_bytes:
-            self._meters.add("connector_saves_delayed")
             return None
         job_id = self._next_job_id
         self._next_job_id += 1
@@ -238,7 +249,7 @@ class Saves:
         )
 
     def withdraw(self, first_job_id: int) -> None:
-        """Forget jobs from this id on: they were never sent, so no rank will give their room back."""
+        """Forget jobs from this id on and free their room: they were never sent, so no rank will."""
         for job_id in range(first_job_id, self._next_job_id):
             if not any(job.job_id == job_id for job in self._ended):
                 self._end(job_id)
@@ -250,7 +261,7 @@ class Saves:
         return self._next_job_id
 
     def on_rank_report(self, report: RankReport) -> None:
-        """Buffers that ranks gave back."""
+        """Take the ranks' reports: free the room of finished jobs, and stop saving after failed ones."""
         if self.announcements is not None:
             self.announcements.on_rank_report(report)
         for job_id in report.saves_failed:

@@ -43,10 +43,10 @@ class StepFacts:
 
     Attributes:
         final_tokens: By request, tokens whose cache content is final after this step's forward.
-        tables: By request, for each of vLLM's groups its block ids now; only looked up when a page is saved.
+        tables: By request, for each of vLLM's groups its current block ids; only looked up when a page is saved.
         offers: By request, the recurrent states that this step's forward writes.
         preempted: Requests that lost their blocks.
-        computed_tokens: By request, tokens that were there before this step.
+        computed_tokens: By request, tokens that were computed before this step.
     """
 
     final_tokens: Mapping[str, int]
@@ -93,11 +93,12 @@ class SchedulerSide:
             bridge,
             settings,
             step_tokens=shape.boundary_tokens,
+            layout=shape.layout,
             admission=self._admission,
             adapters=Adapters(cache_folder, facts.adapter_rules, self.meters),
             outcomes=self._outcomes,
             local_cache=facts.prefix_caching,
-            # a recurrent state that contains the last token would get it twice
+            # a recurrent state that contains the last token would process it twice
             whole_prompts=settings.whole_prompt_hits and not any(group.is_state for group in shape.groups),
             meters=self.meters,
             clock=clock,
@@ -121,17 +122,17 @@ class SchedulerSide:
         self.opening = Opening(settings, facts, shape, bridge, cache_folder=cache_folder, rank_refusals=rank_refusals)
 
     def bind_pins(self, pins: BlockPins) -> None:
-        """vLLM's block pool: from now on pages of requests that ended can be saved."""
+        """Set vLLM's block pool: from now on pages of requests that have ended can be saved."""
         self.saves.pins = pins
 
     def wait_in_empty_step(self) -> None:
-        """Let others run, for 5 ms or until an answer comes, in a step that computes nothing while requests ask.
+        """Sleep for 5 ms, or until an answer comes, in a step that computes nothing while requests wait for answers.
 
-        vLLM steps on while a request waits, and a step without work is an exchange of messages between spinning
-        processes: on few cores it keeps the very threads and the service from running that the request waits for.
+        vLLM keeps stepping while a request waits, and a step without work is an exchange of messages between spinning
+        processes: on few cores it starves the very threads and the service that the request waits for.
 
-        Not while a step that computes is under way, which vLLM plans ahead of: its results would come late. Nor while
-        the ranks load: they wait themselves then, for what will end first.
+        Not while a computing step is in flight, since vLLM plans ahead of it and its results would be late; nor while
+        the ranks load, since they wait themselves then.
         """
         if not self._timing.is_computing:
             states = list(self.ledger)
@@ -170,7 +171,7 @@ class SchedulerSide:
             self._lookups.start(state, self.opening.namespace)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
-        """vLLM's question: tokens beyond its own hit that can be loaded; `None`: ask again."""
+        """The answer to vLLM: tokens beyond its own hit that can be loaded; `None`: ask again."""
         state = self.ledger.find(request_id)
         if state is None or state.loading is not None:
             return 0
@@ -179,8 +180,8 @@ class SchedulerSide:
             self._outcomes.tell(state, reason, detail=detail)
             return 0
         if not self.is_ready:
-            # an engine's first request often comes while the namespace is being opened: as patient as for a lookup,
-            # but only with requests that come with it; later ones must not be slowed by a service that is not there
+            # An engine's first request often comes while the namespace is being opened: wait as long as for a lookup,
+            # but only once, for requests that come together. A service that is down must not slow later ones.
             waiting = self._lookups.may_wait(state)
             self._patient = self._patient and waiting
             if waiting and self._patient:
@@ -191,7 +192,7 @@ class SchedulerSide:
         return self._lookups.hit(state, self.opening.namespace, local_tokens)
 
     def _why_never(self, state: RequestState) -> tuple[str, dict[str, object]] | None:
-        """Why nothing is looked up for a request whatever is stored, as an outcome's reason and detail."""
+        """Why nothing is looked up for a request, whatever is stored, as an outcome's reason and detail."""
         if self.opening.refused is not None:
             return "engine_not_cached", {"because": self.opening.refused}
         if not self._settings.loads:
@@ -205,16 +206,25 @@ class SchedulerSide:
         return None
 
     def on_allocated(self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """vLLM allocated blocks; load into them when it took the hit."""
+        """Note that vLLM allocated blocks, and load into them if it took the hit."""
         state = self.ledger.find(request_id)
-        if state is None:
-            return
         if external_tokens == 0:
-            state.asked_s = None  # it computes: nothing is waited for any more
-            self._lookups.drop_fetch(state)
+            if state is not None:
+                state.asked_s = None  # it computes, and waits for nothing any more
+                self._lookups.drop_fetch(state)
             return
-        staged, local_tokens = self._lookups.admitted(state)
-        self._timing.on_load_ordered(request_id, staged.num_bytes)
+        job = LoadJob(request_id, b"", None)  # vLLM waits for the ranks to report it, whatever happens here
+        try:
+            assert state is not None, "a hit of a request that is not known"
+            job = self._plan_load(state, tables, external_tokens)
+        finally:
+            self._loads.append(job)
+            if state is not None and job.pieces is None:
+                state.closed = state.load_failed = True
+
+    def _plan_load(self, state: RequestState, tables: Sequence[Sequence[int]], external_tokens: int) -> LoadJob:
+        staged, local_tokens = self._lookups.admitted(state, external_tokens)
+        self._timing.on_load_ordered(state.request_id, staged.num_bytes)
         resume_tokens = local_tokens + external_tokens
         try:
             if resume_tokens > staged.resume_tokens:
@@ -226,38 +236,35 @@ class SchedulerSide:
             _log.exception("kvstore: a load could not be planned and is recomputed")
             pieces = None
         assert staged.lease is not None
-        audited = self._audits is not None and self._audits.on_load(request_id, staged, resume_tokens)
-        self._loads.append(LoadJob(request_id, staged.lease, pieces, audited, state.trace))
+        audited = self._audits is not None and self._audits.on_load(state.request_id, staged, resume_tokens)
         for index, group in enumerate(self._shape.groups):
             if group.is_state:
                 state.note_stored(resume_tokens, index)
-        self.meters.add("connector_hits")
-        self.meters.add("connector_external_tokens", external_tokens)
-        for tier, count in staged.sources.items():
-            self.meters.add("connector_records_staged", count, tier=tier)
+        return LoadJob(state.request_id, staged.lease, pieces, audited, state.trace)
 
     def on_loads_finished(self, finished: set[str], failed: set[str]) -> None:
-        """The ranks reported loads; a failed one is never asked for again."""
+        """Take the ranks' reports of loads; a failed one is never tried again."""
         for request_id in finished:
             orphan = self._orphans.pop(request_id, None)
             state = self.ledger.find(request_id) or orphan
             self._timing.on_load_ended(request_id, failed=request_id in failed)
             if state is None or state.loading is None:  # under MultiConnector another cache's load ends here too
                 continue
-            # vLLM throws away what was loaded for a request that has ended
-            self._lookups.loaded(state, failed=request_id in failed or orphan is not None)
+            # vLLM discards what was loaded for a request that has ended
+            is_lost = request_id in failed or orphan is not None
+            if self._audits is not None and (is_lost or state.load_failed):  # of older weights, if that
+                self._audits.on_load_lost(request_id)
+            self._lookups.loaded(state, failed=is_lost)
             if request_id in failed:
-                if self._audits is not None:
-                    self._audits.on_load_gone(request_id)
                 state.closed = state.load_failed = True
                 self.meters.add("connector_failed_loads")
 
     def on_finished(self, request_id: str, final_tokens: int = 0, tables: Sequence[Sequence[int]] = ()) -> None:
-        """A request ended.
+        """Note that a request ended, and save what is left of it.
 
         Args:
             request_id: vLLM's.
-            final_tokens: Tokens whose cache content is right and will stay; 0 when it did not end well.
+            final_tokens: Tokens whose cache content is final; 0 if it did not end well.
             tables: Its blocks, for each of vLLM's groups.
         """
         state = self.ledger.close(request_id)
@@ -265,12 +272,14 @@ class SchedulerSide:
             self._audits.on_finished(request_id)
         if state is None:
             return
-        if state.loading is not None:
-            self._orphans[request_id] = state
-        elif final_tokens and self._saves(state):
-            assert self.opening.namespace is not None
-            self.saves.plan_end(state, self.opening.namespace, final_tokens, tables)
-        self._lookups.forget(state)
+        try:
+            if state.loading is not None:
+                self._orphans[request_id] = state
+            elif final_tokens and self._saves(state):
+                assert self.opening.namespace is not None
+                self.saves.plan_end(state, self.opening.namespace, final_tokens, tables)
+        finally:
+            self._lookups.forget(state)
 
     # ---- steps
 
@@ -282,10 +291,11 @@ class SchedulerSide:
         """The jobs of one step, from what the engine computes in it."""
         self._timing.on_planned(step.computed_tokens, step.final_tokens)
         for request_id in step.preempted:
-            if (state := self.ledger.find(request_id)) is not None:
-                state.resume()
+            if (lost := self.ledger.find(request_id)) is not None:
+                lost.resume()
         saves: list[SaveJob] = []
         first_job_id = self.saves.next_job_id
+        state: RequestState | None = None
         try:
             for request_id, final_tokens in step.final_tokens.items():
                 state = self.ledger.find(request_id)
@@ -294,18 +304,28 @@ class SchedulerSide:
                     offers = step.offers.get(request_id, ())
                     tables = partial(step.tables.__getitem__, request_id)
                     saves += self.saves.plan_step(state, self.opening.namespace, final_tokens, tables, offers)
+            state = None
+            audit = self._plan_audit(step)
         except BaseException:
             self.saves.withdraw(first_job_id)
+            if state is not None:
+                state.save_stopped = True  # or it would fail in every step, and no load would ever reach the ranks
             raise
+        # last, so that an error above cannot lose a load that vLLM waits for, or a page whose blocks are pinned
         saves += self.saves.take_ended()
-        audit = AuditJobs()
-        if self._audits is not None:
-            audit = self._audits.plan_step(
-                step.computed_tokens, step.final_tokens, step.tables, step.offers, step.preempted
-            )
-        # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
         return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audit=audit)
+
+    def _plan_audit(self, step: StepFacts) -> AuditJobs:
+        if self._audits is None:
+            return AuditJobs()
+        try:
+            return self._audits.plan_step(
+                step.computed_tokens, step.final_tokens, step.tables, step.offers, step.preempted
+            )
+        except BaseException:
+            self._audits = self._lookups.audits = None  # rather than no loads any more; its leases end by themselves
+            raise
 
     def _saves(self, state: RequestState) -> bool:
         """Whether pages of this request can be saved now."""
@@ -325,33 +345,33 @@ class SchedulerSide:
 
     @property
     def has_pending_saves(self) -> bool:
-        """Whether an engine without requests has to step on.
+        """Whether an engine without requests must keep stepping.
 
-        Not only while blocks are held for saves: without a step vLLM's worker processes spin for a second, in Python,
-        and keep interpreter and core from the threads that save; in a step of ours they wait for these instead.
+        Not only while blocks are held for saves: without a step vLLM's worker processes spin in Python for a second,
+        and keep the interpreter and the core from the threads that save. In an empty step they wait for these instead.
         """
         return len(self.saves) > 0 or (self._audits is not None and self._audits.has_open)
 
     def on_rank_report(self, report: RankReport) -> None:
-        """Save buffers that ranks gave back."""
+        """Take the ranks' reports of saves and audits."""
         self.saves.on_rank_report(report)
         if self._audits is not None:
             self._audits.on_done(report.audits_done)
 
     def reset_cache(self, *, is_empty: bool) -> None:
-        """The engine dropped its own cache; where weights may change that ends loads and saves for now.
+        """Note that the engine dropped its own cache; if weights may change, that ends loads and saves for now.
 
-        What is under way already, and belongs to the old weights, goes on.
+        What is in flight already, and belongs to the old weights, continues.
 
         Args:
-            is_empty: vLLM holds no block: what is computed from here on is computed with the engine's weights of now.
+            is_empty: vLLM holds no block: all that is computed from here on uses the engine's current weights.
         """
         if not self._settings.weights_may_change:
             return
-        for state in self.ledger:  # what they have computed, or still will, may be of two weights
+        for state in self.ledger:  # what they have computed, or still will, may mix two sets of weights
             self._lookups.drop_fetch(state)
             state.closed = state.load_failed = state.save_stopped = True
-            if self._audits is not None:  # what is computed now is not what is stored
+            if self._audits is not None:  # what is computed now cannot equal what is stored
                 self._audits.on_finished(state.request_id)
         self._loads = [replace(job, pieces=None) for job in self._loads]
         self.opening.reset(is_empty=is_empty)

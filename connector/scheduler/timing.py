@@ -1,4 +1,4 @@
-"""Takes the time of the engine's steps and loads, for `admission` to learn from."""
+"""Times the engine's steps and loads, for `admission` to learn from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvstore.runtime.clock import Clock
 __all__ = ["StepClock", "Timing"]
 
 _PREFILL_SHARE = 0.9
-"""Of a step's tokens, for the step to tell of prefill."""
+"""The share of a step's tokens that must belong to prompts for the step to count as prefill."""
 
 _STEPS_MAX = 64
 
 
 class Timing:
-    """Tells an `Admission` what prefill and loads took. Belongs to the engine's thread."""
+    """Reports to an `Admission` how long prefill and loads took. Belongs to the engine's thread."""
 
     def __init__(self, admission: Admission, ledger: Ledger, clock: Clock) -> None:
         self._admission = admission
@@ -38,7 +38,7 @@ class Timing:
         return self._steps.num_open
 
     def on_planned(self, computed_tokens: Mapping[str, int], final_tokens: Mapping[str, int]) -> None:
-        """A step begins that takes each request from so many tokens to so many."""
+        """Note the start of a step that takes each request from its computed to its final tokens."""
         chunks, prefill_tokens = [], 0
         for request_id, stop in final_tokens.items():
             start, state = computed_tokens.get(request_id, stop), self._ledger.find(request_id)
@@ -56,12 +56,12 @@ class Timing:
             self._admission.prefill.observe(*timed)
 
     def on_load_ordered(self, request_id: str, num_bytes: int) -> None:
-        """A load begins; timed unless the engine computes meanwhile, since vLLM reports it when that step ends."""
+        """Note the start of a load. Not timed while the engine computes, since vLLM reports it when that step ends."""
         if not self._steps.is_computing:
             self._undisturbed[request_id] = _Load(num_bytes, self._clock.monotonic_s())
 
     def on_load_ended(self, request_id: str, *, failed: bool) -> None:
-        """All ranks reported it."""
+        """Note that all ranks have reported a load."""
         load = self._undisturbed.pop(request_id, None)
         if load is not None and not failed:
             now = self._clock.monotonic_s()
@@ -86,7 +86,7 @@ class _Step:
 
 
 class StepClock:
-    """How long each step took, also when vLLM plans the next one before it has the last one's results.
+    """How long each step took, even when vLLM plans the next one before it has the last one's results.
 
     vLLM reports steps in the order in which it planned them, each once, the empty ones too.
     """
@@ -96,7 +96,7 @@ class StepClock:
         self._reported_s = 0.0
 
     def planned(self, chunks: Sequence[tuple[int, int]], prefill_tokens: int, *, now_s: float) -> None:
-        """A step begins.
+        """Note the start of a step.
 
         Args:
             chunks: For each request the (start, stop) tokens that it computes.
@@ -107,7 +107,7 @@ class StepClock:
         self._steps.append(_Step(now_s, tuple(chunks), tokens > 0 and prefill_tokens >= _PREFILL_SHARE * tokens))
 
     def reported(self, *, now_s: float) -> tuple[tuple[tuple[int, int], ...], float] | None:
-        """The oldest step is done: its chunks and seconds if it was prefill, or `None`."""
+        """Note that the oldest step is done; returns its chunks and seconds if it was prefill, else `None`."""
         if not self._steps:
             return None
         step = self._steps.popleft()

@@ -1,4 +1,4 @@
-"""The audit on a rank: what was scattered is read back, what was stored is compared with what the engine computed."""
+"""The audit on a rank: reads back what was scattered, and compares what was stored with what the engine computed."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _DEADLINE_S = 30.0
 
 
 class Auditor:
-    """Looks again at pages that were loaded or are about to be.
+    """Checks pages that were loaded or are about to be.
 
-    Two questions. Read back: do the blocks of a load hold what the records held, after the scatter and still after the
-    first forward? They do not change while their request holds them, so this is exact. Recomputation: is a stored page
-    what this engine computes for the same tokens? Another split of the prompt rounds differently, so this has a bound.
+    Read back: do the blocks of a load hold what the records held, after the scatter and still after the first forward?
+    They do not change while their request holds them, so this is exact. Recomputation: is a stored page what this
+    engine computes for the same tokens? Another split of the prompt rounds differently, so this has a bound.
 
-    What finds no buffer or no record is skipped and counted; the engine's thread never waits.
+    A page without a buffer or a record is skipped and counted; the engine's thread never waits.
 
     Args:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        device: What their blocks are on.
+        device: The device of their blocks.
         compute_dtype: Type of the engine's activations.
         pool: Threads for comparing.
-        limit_bytes: Host memory for pages on their way.
+        limit_bytes: Host memory for pages in flight.
         meters: Counters.
     """
 
@@ -80,21 +80,23 @@ class Auditor:
         self._largest = 0.0
 
     def look(self, jobs: AuditJobs) -> None:
-        """What a step asks for. On the engine's thread, after the step's forward was ordered."""
+        """Start a step's audits. Called on the engine's thread, after the step's forward was ordered."""
         self.forget(jobs.gone)
-        for request_id in jobs.read_backs:
-            self.read_back(request_id, after="the first forward", then=partial(self._read_back_done, request_id))
-        self._audit(jobs.records)
+        try:
+            for request_id in jobs.read_backs:
+                self.read_back(request_id, after="the first forward", then=partial(self._read_back_done, request_id))
+        finally:
+            self._audit(jobs.records)
 
     # ---- read back
 
     def placed(self, request_id: str, piece: LoadPiece, page: torch.Tensor) -> None:
-        """A record's page is being scattered; remember what the blocks have to hold. On a codec thread.
+        """Remember what the blocks must hold of a page that is being scattered. Called on a codec thread.
 
         Args:
             request_id: Whose load.
             piece: Which blocks of the page, and where they go.
-            page: The whole page, as it stands in host memory.
+            page: The whole page, in its form in host memory.
         """
         group = self._groups[piece.key.group]
         array: Any = page.numpy()
@@ -110,19 +112,18 @@ class Auditor:
             self._placed.setdefault(request_id, []).append(_Placed(piece, digest))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These loads are not read back: they failed, or their blocks were taken away."""
+        """Do not read these loads back: they failed, or their blocks were taken away."""
         with self._lock:
             for request_id in request_ids:
                 self._placed.pop(request_id, None)
 
     def read_back(self, request_id: str, *, after: str, then: Callable[[bool], None]) -> None:
-        """Compare a load's blocks with what was scattered. On the engine's thread, while the request holds them.
+        """Compare a load's blocks with what was scattered. Called on the engine's thread, while the request holds them.
 
         Args:
             request_id: Whose load.
-            after: What has just happened, in a word for the log.
-            then: Called from another thread, or from here, with whether all were equal; what was skipped counts as
-                equal.
+            after: What has just happened, for the log.
+            then: Called, from another thread or from here, with whether all were equal; skipped ones count as equal.
         """
         with self._lock:
             placed = list(self._placed.get(request_id, ()))
@@ -139,6 +140,9 @@ class Auditor:
                     self._put_back([copy])
             except KVStoreError as error:
                 self._skip(str(error))
+            except Exception as error:  # noqa: BLE001 - a background task's top: nobody looks at its future
+                self._skip(str(error))
+                _log.exception("kvstore: audit: blocks could not be compared")
             finally:
                 self._put_back(copy for _, copy in left)
                 then(equal)
@@ -171,21 +175,32 @@ class Auditor:
     # ---- recomputation
 
     def _audit(self, jobs: Sequence[AuditJob]) -> None:
-        """Compare stored records with the blocks that this step's forward has completed. On the engine's thread.
+        """Compare stored records with the blocks that this step's forward completes. Called on the engine's thread.
 
         Every job is reported once, by `take_done`.
         """
-        for job in jobs:
-            pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
-            copies: list[_Copy | None] = []
-            try:
-                copies = self._gather_all(pieces)
-                self._bridge.submit(partial(self._compare_records, job, deque(zip(pieces, copies, strict=True))))
-            except KVStoreError as error:
-                if not isinstance(error, Closed):
-                    _log.exception("kvstore: audit: pages could not be compared")
-                self._put_back(copies)
+        left = deque(jobs)
+        try:
+            while left:
+                self._order_comparison(left[0])
+                left.popleft()
+        finally:
+            for job in left:
                 self._report(job)
+
+    def _order_comparison(self, job: AuditJob) -> None:
+        pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
+        copies: list[_Copy | None] = []
+        try:
+            copies = self._gather_all(pieces)
+            self._bridge.submit(partial(self._compare_records, job, deque(zip(pieces, copies, strict=True))))
+        except BaseException as error:
+            self._put_back(copies)
+            if not isinstance(error, KVStoreError):
+                raise
+            if not isinstance(error, Closed):
+                _log.exception("kvstore: audit: pages could not be compared")
+            self._report(job)
 
     async def _compare_records(
         self, job: AuditJob, left: deque[tuple[LoadPiece, _Copy | None]], store: PageStore
@@ -213,7 +228,7 @@ class Auditor:
             await store.discard(piece.key, reason, deadline=Deadline.after(_DEADLINE_S))
 
     def _differs(self, record: Record, piece: LoadPiece, copy: _Copy) -> str | None:
-        """Why a record is not what was computed, or `None`. On a codec thread."""
+        """Why a record is not what was computed, or `None`. Called on a codec thread."""
         group = self._groups[piece.key.group]
         size = group.plan.decoded_bytes(piece.span_blocks)
         try:
@@ -275,7 +290,7 @@ class Auditor:
                 self._buffers.put(copy.page)
 
     def _gather(self, piece: LoadPiece) -> _Copy | None:
-        """The piece's blocks, on their way to host memory."""
+        """Start to copy the piece's blocks to host memory; `None`: there is no room."""
         group = self._groups[piece.key.group]
         page = self._buffers.take(group.plan.decoded_bytes(piece.num_blocks))
         if page is None:
@@ -307,7 +322,7 @@ class Auditor:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """What the blocks of one piece have to hold."""
+    """The digest of what the blocks of a piece must hold."""
 
     piece: LoadPiece
     digest: bytes
@@ -315,12 +330,12 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A piece's blocks in host memory, once the ticket says so."""
+    """A piece's blocks in host memory, complete once the ticket is done."""
 
     page: torch.Tensor
     ticket: Ticket
 
 
 def _cell_bytes(group: RankGroup, piece: LoadPiece) -> int:
-    """What one row of a page holds of one block."""
+    """Bytes of one block in one row of a page."""
     return group.plan.runs(piece.key.slice, 1)[0].page_block_stride

@@ -1,4 +1,4 @@
-"""How far a page is from another computation of the same page: numbers, and what is to be expected. Pure."""
+"""How far a page is from another computation of the same page, and how far rounding may take it. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Part", "bound_for", "canonical_bytes", "largest_difference", "parts_
 Bytes = NDArray[np.uint8]
 
 _BOUNDS = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
-"""By type of what a number went through. The same tokens, computed in other pieces, differ by rounding: in float32 by
-less than 1e-6 of a norm, as measured; in bfloat16 far more, since a mixture of experts may choose another one for a
-token. Another prefix's cell differs by more than its own norm."""
+"""By the types that a number passed through. The same tokens, computed in other chunks, differ by rounding: in float32
+by less than 1e-6 of a norm, as measured; in bfloat16 by far more, since a mixture of experts may choose another expert
+for a token. A cell of another prefix differs by more than its own norm."""
 
 _EIGHT_BITS = 0.4
 """Of types of eight bits: a step of theirs is an eighth or a quarter of a number."""
@@ -40,7 +40,7 @@ class Part:
 
 
 def parts_of(content: CellFacts | StateFacts, cell_bytes: int) -> tuple[Part, ...]:
-    """What a cell consists of. A cell is what one layer's head keeps of a block, or one layer's state."""
+    """The parts of a cell: what one layer's head keeps of a block, or one layer's state."""
     if isinstance(content, CellFacts):
         return (Part(0, cell_bytes, content.dtype),)
     parts, start = [], 0
@@ -51,13 +51,13 @@ def parts_of(content: CellFacts | StateFacts, cell_bytes: int) -> tuple[Part, ..
 
 
 def bound_for(compute_dtype: str, content: CellFacts | StateFacts) -> float:
-    """The largest difference that rounding explains."""
+    """The largest difference that rounding can explain."""
     kept = (content.dtype,) if isinstance(content, CellFacts) else content.dtypes
     return max(_BOUNDS.get(dtype, _EIGHT_BITS) for dtype in (compute_dtype, *kept))
 
 
 def canonical_bytes(page: Bytes, plane_width: int) -> Bytes:
-    """A page as canonical bytes, from how it stands in host memory: see `BlockCopier.plane_width`."""
+    """The canonical bytes of a page in host memory, whose form `BlockCopier.plane_width` tells."""
     if plane_width == 1:
         return page
     # [planes, elements], the highest first; elements are little-endian
@@ -78,7 +78,7 @@ def largest_difference(computed: Bytes, stored: Bytes, parts: Sequence[Part]) ->
         parts: What a cell consists of; each counts for itself.
 
     Returns:
-        Infinite where one side has a number that is none and the other has not.
+        Infinite if a number is finite on one side only.
     """
     largest = 0.0
     for part in parts:

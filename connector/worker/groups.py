@@ -60,10 +60,10 @@ def prove_group(
         layout: The group as the store sees it.
         layers: The cache tensors, dimension 0 = the manager's blocks, in the order of the group's layers.
         engine: This rank.
-        device: What the tensors are on.
+        device: The device of the tensors.
 
     Raises:
-        InvalidRequest: The tensors do not hold what the facts say, or not every content byte is in the pages once.
+        InvalidRequest: The tensors do not match the facts, or the pages do not hold every content byte exactly once.
     """
     held = shape.slices.slices_of(engine.tp_rank, engine.tp_size)
     geometries = []
@@ -111,7 +111,7 @@ def _geometry(name: str, layer: torch.Tensor) -> LayerGeometry:
 
 
 def _compare(name: str, geometry: LayerGeometry, layer: torch.Tensor, group: GroupFacts, engine: EngineFacts) -> None:
-    """What the tensor holds against what vLLM's spec says; raises `InvalidRequest` where they differ."""
+    """Compare the tensor with vLLM's spec; raises `InvalidRequest` if they differ."""
     content = group.content
     seen = (geometry.heads, geometry.parts * geometry.tokens, geometry.content_bytes)
     if isinstance(content, StateFacts):

@@ -39,16 +39,16 @@ _CEILING_S = 60.0
 class Loader:
     """Loads one rank's slices for admitted requests.
 
-    Each request is reported exactly once, and only when nothing can write to its blocks any more.
+    Each request is reported exactly once, and only once nothing can write to its blocks any more.
 
     Args:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        device: What their blocks are on.
+        device: The device of their blocks.
         pool: Threads for verifying and decoding.
         memory: Where records are received.
-        scratch: Pages of host memory, one for each thread, to decode into; larger ones are made when needed.
-        stall_s: A load fails when the service owes records and none came for this long.
+        scratch: Pages of host memory to decode into, one per thread; larger ones are made when needed.
+        stall_s: A load fails if the service owes records and none arrives for this long.
         meters: Counters.
         auditor: Reads audited loads back before they are reported.
     """
@@ -79,13 +79,14 @@ class Loader:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._auditor = auditor
-        self._to_read_back: list[str] = []  # for the engine's thread, which orders what follows
+        self._to_read_back = deque[str]()  # for the engine's thread, which orders what follows
         self._scratch = deque(scratch)
+        self._room = asyncio.Semaphore(_IN_FLIGHT)  # of all loads together: records in flight are in memory
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
 
     def load(self, jobs: Sequence[LoadJob]) -> None:
-        """Start loading; returns at once. On the engine's thread, after it ordered what may still use the blocks."""
+        """Start loading; returns at once. Called on the engine's thread, after all that may still use the blocks."""
         if not jobs:
             return
         after = self._device.fence()
@@ -101,22 +102,21 @@ class Loader:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load is under way, or has ended and was not told yet."""
+        """Whether a load is in flight, or has ended and was not reported yet."""
         with self._lock:
             return bool(self._num_open or self._finished or self._to_read_back)
 
     def take_results(self, *, wait_s: float = 0.0) -> tuple[set[str], set[str]]:
-        """Requests that finished since the last call, and those among them that failed.
+        """Requests that finished since the last call, and those of them that failed.
 
         Args:
-            wait_s: How long to wait for the first one while any is being loaded.
+            wait_s: How long to wait for the first one if any is being loaded.
         """
         with self._lock:
             if wait_s and self._num_open and not self._finished and not self._to_read_back:
                 self._reported.wait(wait_s)
-            to_read_back, self._to_read_back = self._to_read_back, []
-        for request_id in to_read_back:
-            self._read_back(request_id)
+        while self._to_read_back:  # nobody else takes from it
+            self._read_back(self._to_read_back.popleft())
         with self._lock:
             finished, failed = self._finished, self._failed
             self._finished, self._failed = set(), set()
@@ -130,9 +130,11 @@ class Loader:
 
         try:
             self._auditor.read_back(request_id, after="the load", then=report)
-        except KVStoreError:
-            _log.exception("kvstore: audit: a load cannot be read back and is recomputed")
+        except BaseException as error:
             self._report(request_id, failed=True)
+            if not isinstance(error, KVStoreError):
+                raise
+            _log.exception("kvstore: audit: a load cannot be read back and is recomputed")
 
     async def _run(self, job: LoadJob, after: Fence, store: PageStore) -> None:
         failed = True
@@ -171,19 +173,19 @@ class Loader:
             self._reported.notify_all()
 
     async def _load_pieces(self, store: PageStore, job: LoadJob, after: Fence) -> None:
-        """Load all pieces, or raise; either way no thread writes to the blocks any more when it ends."""
+        """Load all pieces, or raise; either way no thread writes to the blocks after it ends."""
         if job.pieces is None:
             raise InternalError("the load could not be planned", request=job.request_id)
         pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
-        room = asyncio.Semaphore(_IN_FLIGHT)
         load = _Load(LeaseId(job.lease), after, _Progress(), job.request_id if job.audited else None)
         open_pieces = len(pieces)
+        turn = asyncio.Semaphore(_IN_FLIGHT)  # of this load: a long one does not queue for room before all others
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(load.progress.watch(self._stall_s))
 
             async def load_piece(piece: LoadPiece) -> None:
                 nonlocal open_pieces
-                async with room:
+                async with turn, self._room:
                     await self._load_record(store, load, piece)
                 open_pieces -= 1
                 if open_pieces == 0:
@@ -199,7 +201,7 @@ class Loader:
         with load.progress.asking():
             record = await store.load(load.lease, piece.key, deadline=deadline, allocate=self._memory.take)
         try:
-            # a cancelled run returns only when its thread has ended, so that the blocks are left alone afterwards
+            # a cancelled run returns only once its thread is done, so that nothing touches the blocks afterwards
             await self._pool.run(record.num_bytes, lambda: self._place(record, piece, load), deadline=deadline)
         except CorruptRecord as error:
             self._meters.add("connector_corrupt_records")
@@ -224,7 +226,7 @@ class Loader:
 
     @contextmanager
     def _scratch_page(self, num_bytes: int) -> Iterator[torch.Tensor]:
-        # the one that was used last: it may still be in the processor's cache
+        # the most recently used one: it may still be in the processor's cache
         page = self._scratch.pop() if self._scratch else self._device.host_memory(num_bytes)
         if page.numel() < num_bytes:
             page = self._device.host_memory(num_bytes)
@@ -236,8 +238,8 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One request's load: what keeps its records, what its copies come after, whether the service answers, and the
-    request's id when the load is audited."""
+    """One request's load: the lease of its records, the fence that its copies follow, whether the service answers, and
+    the request's id if the load is audited."""
 
     lease: LeaseId
     after: Fence
@@ -246,7 +248,7 @@ class _Load:
 
 
 class _Progress:
-    """Ends a load that the service does not answer. Records that came may take their time in the codec's threads."""
+    """Ends a load if the service stops answering. Time that records spend in codec threads does not count."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -254,7 +256,7 @@ class _Progress:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Around a call to the service."""
+        """Wraps a call to the service."""
         self._asked += 1
         try:
             yield
@@ -263,10 +265,10 @@ class _Progress:
             self._answers += 1
 
     async def watch(self, stall_s: float) -> None:
-        """Raise when calls are open and none was answered for `stall_s`.
+        """Raise if calls are open and none is answered for `stall_s`.
 
-        Counts its own waking up and not the clock, so that a loop that got no processor does not look like a service
-        that gave no answer.
+        It counts its own wake-ups instead of reading the clock, so that a loop that was not scheduled does not look
+        like a service that did not answer.
         """
         waited_s, answers = 0.0, 0
         while waited_s < stall_s:

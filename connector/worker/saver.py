@@ -1,4 +1,4 @@
-"""Saving: blocks to buffers inside the step, buffers to records to the store behind its back."""
+"""Saving: blocks to buffers during the step, then buffers to records to the store in the background."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Saver:
     """Saves one rank's slices.
 
     The engine's thread only copies blocks to host buffers; encoding, sealing and sending run elsewhere. A page that
-    cannot be saved is counted and forgotten: it is a later miss.
+    cannot be saved is counted and dropped: it will be a miss later.
 
     Args:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        page_tokens: Tokens of a page.
+        page_tokens: Tokens per page.
         pool: Threads for encoding.
-        buffers: Host memory for pages on their way.
+        buffers: Host memory for pages in flight.
         memory: Where records are made.
         meters: Counters.
     """
@@ -77,13 +77,13 @@ class Saver:
         self._idle = threading.Condition(self._lock)
         self._open_slices: dict[int, int] = {}
         self._report = RankReport()
-        # pages arrive in the order they were gathered: one thread waits for the next, and no codec thread has to
+        # pages arrive in the order in which they were gathered: one thread waits for the next, no codec thread
         self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="arrivals")
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
-        """Copy the jobs' blocks out now; when it returns the blocks may be reused.
+        """Copy the jobs' blocks out; when it returns the blocks may be reused.
 
-        Every job is reported once, also when this raises: the scheduler side holds room for it until then.
+        Every job is reported once, even if this raises: the scheduler side holds room for it until then.
         """
         left = deque(
             (group, [(job, slice_index) for job in its_jobs for slice_index in self._written(job)])
@@ -108,7 +108,7 @@ class Saver:
         return self._groups[job.group].written(job.prefix)
 
     def _save_batch(self, group: RankGroup, batch: Sequence[tuple[SaveJob, int]]) -> None:
-        """Gather slices of one group together and send each on its way; whatever happens, each is reported once."""
+        """Gather slices of one group together and send each one off; whatever happens, each is reported once."""
         left, held = deque(batch), deque[tuple[SaveJob, int, torch.Tensor]]()
         try:
             while left:
@@ -136,7 +136,7 @@ class Saver:
                     self._bridge.submit(partial(self._send, job.job_id, gathered))
                 held.popleft()
         except Closed:
-            pass  # the engine ends, and so do its saves
+            pass  # the engine is shutting down, and its saves end
         finally:
             for job, _, page in held:
                 self._buffers.put(page)
@@ -174,14 +174,14 @@ class Saver:
     async def _encode_and_save(self, store: PageStore, gathered: _Gathered) -> str:
         deadline = Deadline.after(_SAVE_DEADLINE_S)
         room = HEADER_BYTES + max_payload_bytes(gathered.page.numel())
-        # scratch memory beside the granted pages: bounded by the pool, which lets in a few jobs at a time
-        buffer = self._memory.take(room)
         try:
+            # scratch memory on top of the page buffers: bounded by the pool, which admits a few jobs at a time
+            buffer = self._memory.take(room)
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
             record = await self._pool.run(room, lambda: _seal(gathered, buffer), deadline=deadline)
         finally:
-            # also when it has not arrived: whatever is copied there next is ordered behind this copy
+            # even if it has not arrived: whatever is copied there next is ordered after this copy
             self._buffers.put(gathered.page)
         self._meters.add("connector_raw_bytes_saved", gathered.header.decoded_bytes)
         outcome = await store.save(record, retention=gathered.retention, deadline=deadline)
@@ -210,12 +210,12 @@ class Saver:
             return report
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is sent. False: it took too long; the rest is lost, which costs later misses."""
+        """Wait until everything is sent. False: it took too long; what is lost costs later misses."""
         with self._lock:
             return self._idle.wait_for(lambda: not self._open_slices, timeout_s)
 
     def close(self) -> None:
-        """Wait for no more pages. Idempotent."""
+        """Stop waiting for pages. Idempotent."""
         self._arrivals.shutdown(wait=False)
 
 
@@ -224,12 +224,12 @@ class _Gathered:
     """A page on its way to the store.
 
     Attributes:
-        header: What it will be sealed with.
+        header: The header to seal it with.
         page: Its bytes, once they have arrived.
-        plane_width: How they stand there: see `BlockCopier`.
-        ticket: Says when they have arrived.
-        retention: How long it is likely to be of use.
-        trace: Told to the store; empty: nothing.
+        plane_width: Their form: see `BlockCopier`.
+        ticket: Done when they have arrived.
+        retention: How long it is likely to be useful.
+        trace: Passed to the store; empty: none.
     """
 
     header: HeaderV1

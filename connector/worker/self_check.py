@@ -1,7 +1,7 @@
-"""A round trip through the real device at start-up, while the cache is still empty: proof that copies copy.
+"""A round trip through the real device at start-up, while the cache is still empty, to prove that copies copy.
 
-That the page's order of bytes is right is shown by `canonical.tiling` and the tests, on any machine. What only the
-machine at hand can show is that its streams, kernels and layout do what those integers mean; if not, nothing is cached.
+`canonical.tiling` and the tests prove the byte order of pages, on any machine. Only the machine at hand can prove that
+its streams, kernels and layout do what those integers mean; if they do not, nothing is cached.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _BLOCKS = 2
 
 @torch.inference_mode()
 def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: Device) -> None:
-    """Copy some blocks to others by way of host pages, compare, and put the old content back.
+    """Copy some blocks to others through host pages, compare, and restore the old content.
 
     Args:
         group: The group.
         layers: Its cache tensors, dimension 0 = blocks, whose content nobody uses yet.
-        device: What they are on.
+        device: Their device.
 
     Raises:
         InvalidRequest: The copies are not equal; the group must not be cached.
@@ -37,7 +37,7 @@ def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: D
     caches = [(layer.view(torch.uint8), feed) for layer, feed in zip(layers, feeds, strict=True)]
     kept = [cache[low[feed] + high[feed]] for cache, feed in caches]  # indexing with a list copies
     equal = True
-    # both ways, with another content: what a step that does nothing leaves behind is not right the second time
+    # both ways, with different content: leftovers of the first copy cannot make the second one look right
     for seed, (sources, targets) in enumerate([(low, high), (high, low)]):
         generator = torch.Generator().manual_seed(seed)
         for cache, feed in caches:
@@ -52,7 +52,7 @@ def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: D
 
 
 def _disjoint_tables(num_tables: int, num_blocks: int, cache_blocks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Tables of the cache's first and of its last blocks; none is in two, since layers of several may share memory."""
+    """Tables of the cache's first and last blocks, all disjoint, since layers of different tables may share memory."""
     if 2 * num_tables * num_blocks >= cache_blocks:
         raise InvalidRequest("the cache is too small", blocks=cache_blocks, needed=2 * num_tables * num_blocks + 1)
     starts = range(0, num_tables * num_blocks, num_blocks)

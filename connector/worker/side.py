@@ -32,7 +32,7 @@ _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
 _EMPTY_STEP_S = 0.005
 _PREPARED_BYTES = 64 << 20
-"""Pages on their way out that the engine's first steps find warm."""
+"""Bytes of save buffers that are warm for the engine's first steps."""
 
 
 class WorkerSide:
@@ -52,8 +52,8 @@ class WorkerSide:
         self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
         limit_bytes = max(settings.pinned_bytes // 2, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=limit_bytes)
-        # loads, for which requests wait, never queue behind saves; these have fewer threads, not slower ones: a thread
-        # of low priority keeps the interpreter's lock while it is not let run, and the engine stands still with it
+        # Loads, for which requests wait, never queue behind saves. Saves have fewer threads, not slower ones: a thread
+        # of low priority may hold the interpreter's lock while it is not scheduled, which stalls the engine.
         self._save_pool = CodecPool(num_threads=max(1, self._num_threads // 2), limit_bytes=limit_bytes)
         self._memory: RecordMemory | None = None
         self.meters = Meters()
@@ -68,11 +68,11 @@ class WorkerSide:
         """Take the cache tensors and prove their layout.
 
         Args:
-            layers_of: Gives the tensors of layers by name, dimension 0 = the manager's blocks.
+            layers_of: Returns the tensors of layers by name, dimension 0 = the manager's blocks.
         """
         gathers = self._settings.saves or self._settings.audit_rate > 0
         wanted_bytes = self._settings.pinned_bytes // 2 if gathers else 0
-        save_bytes = max(wanted_bytes, self._largest_page_bytes())  # the check of the device needs a page as well
+        save_bytes = max(wanted_bytes, self._largest_page_bytes())  # the check of the device needs a page, too
         try:
             device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device, save_bytes)
             self.groups = tuple(
@@ -135,7 +135,7 @@ class WorkerSide:
         return max(map(self._page_bytes, self._shape.groups))
 
     def _page_bytes(self, group: GroupShape) -> int:
-        """One page (or state) of all slices on this rank."""
+        """Bytes of one page (or state), all slices on this rank."""
         num_blocks = 1 if group.is_state else self._shape.layout.page_tokens // group.facts.block_tokens
         return group.facts.rank_block_bytes * num_blocks
 
@@ -144,16 +144,18 @@ class WorkerSide:
             self.loader.load(jobs.loads)
 
     def save(self, jobs: StepJobs) -> None:
-        if self.auditor is not None:
-            self.auditor.look(jobs.audit)
-        if self.saver is not None:
-            self.saver.save(jobs.saves)
+        try:
+            if self.auditor is not None:
+                self.auditor.look(jobs.audit)
+        finally:  # whatever comes of the audit: a save that is not reported keeps its room and its blocks for ever
+            if self.saver is not None:
+                self.saver.save(jobs.saves)
 
     def take_results(self, *, computes: bool = True) -> tuple[set[str], set[str]]:
         """Finished and failed loads.
 
-        In a step that computes nothing the rank waits a moment for a load to end, or for its saves: it would otherwise
-        spin for the next step, in Python, and hold the interpreter's lock against the threads that do these.
+        In a step that computes nothing the rank waits a moment for a load to end, or for its saves. Otherwise it would
+        spin in Python for the next step, and keep the interpreter's lock from the threads that load and save.
         """
         if self.loader is None or self.saver is None:
             return set(), set()
@@ -174,7 +176,7 @@ class WorkerSide:
         return {"refusal": self.refusal, **self.meters.snapshot()}
 
     def shutdown(self) -> None:
-        """Send what is still on its way, within a bound, then stop. Idempotent."""
+        """Finish pending saves within a time limit, then stop. Idempotent."""
         if self.saver is not None:
             self.saver.drain(_DRAIN_S)
             self.saver.close()

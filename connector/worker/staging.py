@@ -1,4 +1,4 @@
-"""Host buffers for pages on their way: reused, since fresh memory costs as much to fault in as a page costs to copy."""
+"""Host buffers for pages in flight: reused, since faulting in fresh memory costs as much as copying a page."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvstore.runtime.buffers import fresh_buffer
 __all__ = ["BufferPool", "RecordMemory", "view"]
 
 _RECORD_BYTES = 96 << 20
-"""A dozen records of some MiB on their way in, and as much on its way out."""
+"""Room for a dozen records of some MiB being received, and as many being sent."""
 
 
 class BufferPool:
     """uint8 buffers of a few sizes, at most `limit_bytes` in all. Safe from any thread.
 
-    A buffer that somebody may still write to or read from is not put back: `drop` it.
+    A buffer that may still be written or read must not be put back: `drop` it.
 
     Args:
-        limit_bytes: Of all buffers.
-        allocate: Makes one of so many bytes; plain memory by default.
+        limit_bytes: Limit for all buffers together.
+        allocate: Makes a buffer of a given size; plain memory by default.
     """
 
     def __init__(self, limit_bytes: int, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -58,7 +58,7 @@ class BufferPool:
             raise
 
     def prepare(self, num_bytes: int, total_bytes: int) -> list[torch.Tensor]:
-        """Make buffers of a size before they are asked for; returned so that somebody may warm them."""
+        """Make buffers of a size in advance; returned so that the caller may warm them."""
         count = min(total_bytes, self._limit_bytes) // num_bytes
         made = [self._allocate(num_bytes) for _ in range(count)]
         with self._lock:
@@ -67,7 +67,7 @@ class BufferPool:
         return made
 
     def put(self, buffer: torch.Tensor) -> None:
-        """Give a buffer back; nobody else may touch it any more."""
+        """Return a buffer; nobody may touch it any more."""
         with self._lock:
             self._used_bytes -= buffer.numel()
             self._free_bytes += buffer.numel()
@@ -84,21 +84,21 @@ class BufferPool:
 
 
 class RecordMemory:
-    """Where records stand on their way; a buffer's memory returns when nobody holds it, a connection included.
+    """Memory for records in flight; a buffer's memory is reused once nobody holds it, connections included.
 
-    `take` is the store's thread's.
+    `take` belongs to the store's thread.
     """
 
     def __init__(self) -> None:
         self._arena = Arena.open(_RECORD_BYTES, ahead_bytes=_RECORD_BYTES)
 
     def take(self, num_bytes: int) -> memoryview:
-        """Writable memory of exactly so many bytes, content undefined; it is warm unless very much is on its way."""
+        """Writable memory of exactly `num_bytes`, content undefined; warm unless very much is in flight."""
         buffer = self._arena.take(num_bytes) if self._arena is not None else None
         return buffer if buffer is not None else fresh_buffer(num_bytes)
 
     def close(self) -> None:
-        """Idempotent; what was taken lives on."""
+        """Close the memory; what was taken stays valid. Idempotent."""
         if self._arena is not None:
             self._arena.close()
 

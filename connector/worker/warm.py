@@ -1,7 +1,7 @@
-"""Host memory made resident in the background, before the first load pays for it.
+"""Makes host memory resident in the background, before the first load has to pay for it.
 
-A process's fresh memory becomes real at its first touch, a fault for each 4 KiB. A first hit of some hundred MiB would
-spend more time on that than on anything else. vLLM allocates a CPU's cache without touching it.
+Fresh memory becomes resident at its first touch, with a page fault for every 4 KiB. A first hit of some hundred MiB
+would spend more time on that than on anything else. vLLM allocates a CPU cache without touching it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LIMIT_BYTES = 512 << 20
 class Warmer:
     """Touches ranges of memory, each from its start, on a thread of its own, paced; no content changes.
 
-    Together at most 512 MiB, and less where memory is scarce: an engine whose cache is larger than its memory must
-    not learn so from us.
+    Together at most 512 MiB, and less if memory is scarce: if an engine's cache is larger than its memory, we must not
+    be the ones to exhaust it.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -47,17 +47,17 @@ class Warmer:
                 left_bytes -= share
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all is done. False: not in time."""
+        """Wait until all memory is touched. False: not in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Touch nothing any more. Idempotent."""
+        """Stop touching memory. Idempotent."""
         self._end.set()
         self._thread.join()
 
 
 def memory_ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Address and bytes of the host memory behind tensors, each once."""
+    """Address and size of the host memory of tensors, each allocation once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return list(storages.items())

@@ -1,4 +1,4 @@
-"""The catalog: what is stored at the shared levels, how large, how used, and why what left has left."""
+"""The catalog interface: what each shared level stores, its sizes and use, and why records were removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class LeaveReason(IntEnum):
-    """Why a record is no longer stored. The numbers are stored: they never change their meaning."""
+    """Why a record is no longer stored. The numbers are stored: they never change meaning."""
 
     EVICTED = 1
     """A byte budget was reached."""
@@ -39,27 +39,27 @@ class LeaveReason(IntEnum):
     EXPIRED = 3
     """Its time to live had passed."""
     REMOVED = 4
-    """Somebody asked for it."""
+    """A client or an operator deleted it."""
     CORRUPT = 5
-    """It did not match its seal and was put aside."""
+    """It failed verification and was quarantined."""
     LOST = 6
-    """The medium let it go by itself: Redis evicted it, or was restarted."""
+    """The medium dropped it: Redis evicted it, or was restarted."""
     SUPERSEDED = 7
     """A tail whose page is complete."""
     BROKEN = 8
-    """It served no hit: a boundary below it, or a part of its own, was not there."""
+    """It could not serve a hit: a shorter prefix, or one of the boundary's own records, was missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """A record that a level holds now.
+    """A record that was stored at a level.
 
     Attributes:
         key: The record.
         level: Where.
         num_bytes: Its bytes there, header included.
-        tokens: The boundary, in tokens; 0: not known.
-        parent: Hash of the prefix that ends where the record's cell starts; `None`: not known, or no tokens before.
+        tokens: The boundary's position in tokens; 0: not known.
+        parent: Hash of the prefix that ends where the record's span starts; `None`: not known, or the span starts at 0.
     """
 
     key: RecordKey
@@ -71,12 +71,12 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A record that a level holds no more.
+    """A record that a level no longer holds.
 
     Attributes:
         key: The record.
         level: Where it was.
-        num_bytes: Its bytes there; `None`: not known, its share of its group's bytes at the boundary is taken.
+        num_bytes: Its bytes there; `None`: not known; the mean of its group's records at the boundary is assumed.
         reason: Why.
     """
 
@@ -88,13 +88,13 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Boundaries were read.
+    """Reads of one boundary.
 
     Attributes:
         prefix: The boundary.
-        hits: How often, since the last that was told.
-        tokens: Its position, and
-        parent: as in `Addition`: they fill in what was not known, as after a reindex.
+        hits: Reads since the last report.
+        tokens: As in `Addition`; fills in a position that was not known, as after a reindex.
+        parent: As in `Addition`; likewise.
     """
 
     prefix: PrefixHash
@@ -105,19 +105,19 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryEntry:
-    """All that is known of one boundary.
+    """The catalog's entry of one boundary.
 
     Attributes:
-        namespace: Whose it is.
+        namespace: Its namespace.
         prefix: The boundary's prefix hash.
-        tokens: Its position; 0: not known, as after a reindex until it is read.
-        parent: The page boundary before it; `None`: likewise, or there is none (`tokens` is at most one page).
+        tokens: Its position in tokens; 0: not known, as after a reindex until it is read.
+        parent: The page boundary before it; `None`: not known, or there is none (`tokens` is at most one page).
         first_use_s: When its first record was stored, in seconds since the Unix epoch.
-        last_use_s: When it was stored or read last.
+        last_use_s: When it was last stored or read.
         hits: How often it was read.
-        pinned_until_s: A pin's end; 0: not pinned.
-        slices: For each level, for each group a bit per slice that is there.
-        group_bytes: For each level, for each group the bytes of those slices.
+        pinned_until_s: When its pin ends; 0: not pinned.
+        slices: Per level and group: a bit for each slice that is stored.
+        group_bytes: Per level and group: the bytes of those slices.
         leaving: Levels whose records are being deleted: lookups see nothing there.
     """
 
@@ -153,11 +153,11 @@ class BoundaryEntry:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Something that left a level.
+    """A removal from a level: of one record, or of a whole boundary.
 
     Attributes:
-        group: Group and slice of the one record that left; `None`: all of the boundary at this level.
-        num_bytes: Bytes that left.
+        group: The removed record's group; `None`, as `slice`: all records of the boundary at this level.
+        num_bytes: Bytes that were removed.
         at_s: When, in seconds since the Unix epoch.
     """
 
@@ -173,14 +173,14 @@ class Tombstone:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A boundary that is to leave, among others.
+    """One boundary of a batch that `start_leaving_all` hides.
 
     Attributes:
-        namespace: Whose it is.
+        namespace: Its namespace.
         prefix: The boundary.
         unless_used_since_s: It stays when it was stored or read after this time.
-        below: Index among the others of the boundary below it, which comes later and stays if this one does; `None`:
-            that one does not leave.
+        below: Index in the batch of its parent, which comes later and stays if this one does; `None`: the parent is not
+            in the batch.
     """
 
     namespace: NamespaceId
@@ -191,12 +191,12 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part of a namespace's entries.
+    """One page of a namespace's entries.
 
     Attributes:
         prefixes: The boundaries, in the order of `table`; perhaps none.
         table: Their entries.
-        cursor: Where the next step goes on; `None`: that was the last one.
+        cursor: Where the next step continues; `None`: this was the last one.
     """
 
     prefixes: Sequence[PrefixHash]
@@ -207,8 +207,8 @@ class Step:
 class Catalog(ABC):
     """Keeps one entry per boundary. All methods belong to one event loop and may be called concurrently.
 
-    A namespace is registered before anything else is said about it. Every change counts once, however often it is
-    told, and changes entry and totals together, whatever other services do at the same time.
+    A namespace must be registered before any other call about it. Every change counts once, however often it is
+    reported, and updates entry and totals together, whatever other services do at the same time.
 
     Every method raises `Unavailable` at its deadline or when the catalog cannot be reached, `Closed` after `aclose`,
     `InvalidRequest` for a namespace that was not registered. If cancelled, a change is made or not, never in part.
@@ -216,41 +216,41 @@ class Catalog(ABC):
 
     @abstractmethod
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
-        """Make a namespace known, with the groups and slices that its entries have. Idempotent."""
+        """Register a namespace with its groups and slices. Idempotent."""
 
     @abstractmethod
     async def is_complete(self, *, deadline: Deadline) -> bool:
-        """Whether everything that is stored has an entry. If not, only what the catalog *has* may be believed."""
+        """Whether every stored record has an entry. If not, a missing entry does not mean that nothing is stored."""
 
     @abstractmethod
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        """Say so: true after a reindex, or where nothing was stored; false when changes may have been missed."""
+        """Set `is_complete`: true after a reindex, or for an empty store; false when changes may have been missed."""
 
     @abstractmethod
     async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
-        """The entries of many boundaries, in one round trip per node; absent ones are rows of zeros."""
+        """Read the entries of many boundaries, in one round trip per node; absent ones are rows of zeros."""
 
     @abstractmethod
     async def get(self, namespace: NamespaceId, prefix: PrefixHash, *, deadline: Deadline) -> BoundaryEntry | None:
-        """One entry; `None`: nothing is stored there."""
+        """Read one entry; `None`: nothing is stored there."""
 
     @abstractmethod
     def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        """Every entry of a namespace, in no order; ones that come or go meanwhile may or may not be seen."""
+        """Yield every entry of a namespace, in no order; those added or removed meanwhile may or may not be seen."""
 
     @abstractmethod
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
-        """Some of a namespace's entries, about `count` at most: a walk over all of them, a bounded piece at a time, in
-        no order. One that comes or goes meanwhile may or may not be seen, one may be seen twice.
+        """Read about `count` of a namespace's entries: pages through all of them, in no order. One that is added or
+        removed meanwhile may or may not be seen; one may be seen twice.
 
         Args:
             namespace: Whose entries.
             cursor: From the last step; empty: from the start.
-            count: How many are looked at; there may be none among them.
+            count: How many keys are looked at; there may be no entry among them.
             deadline: When to give up.
 
         Raises:
-            InvalidRequest: No cursor of this catalog, or not any more.
+            InvalidRequest: Not a cursor of this catalog, or one that is no longer valid.
         """
 
     @abstractmethod
@@ -259,21 +259,21 @@ class Catalog(ABC):
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds, exact at some point during the call for each slot of the catalog."""
+        """What every namespace holds. Each slot of the catalog is read at one point in time, the slots one by one."""
 
     @abstractmethod
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
-        """Tell what was stored. For each: false, when the boundary is leaving that level, so that the record just
-        written may be deleted with it: it must be put and told again later.
+        """Report stored records. Per addition: false when the boundary is leaving that level, since the record just
+        written may be deleted with it: the caller must put and report it again later.
         """
 
     @abstractmethod
     async def remove(self, removals: Sequence[Removal], *, deadline: Deadline) -> None:
-        """Tell which single records are gone. An entry without records goes as well."""
+        """Report single records that are gone. An entry without records is dropped."""
 
     @abstractmethod
     async def use(self, namespace: NamespaceId, uses: Sequence[Use], *, deadline: Deadline) -> None:
-        """Tell what was read, now. Boundaries without entry are ignored."""
+        """Report reads that happened now. Boundaries without an entry are ignored."""
 
     @abstractmethod
     async def start_leaving(
@@ -286,29 +286,32 @@ class Catalog(ABC):
         unless_used_since_s: int | None = None,
         even_if_pinned: bool = False,
     ) -> BoundaryEntry | None:
-        """Hide all records of a boundary at a level before they are deleted; returns the entry with what is to delete.
+        """Hide all records of a boundary at a level before they are deleted; returns the entry, which names them.
 
         Args:
-            namespace: Whose it is.
+            namespace: Its namespace.
             prefix: The boundary.
             level: Where the records are deleted.
             deadline: When to give up.
-            unless_used_since_s: Leave it as it is when it was stored or read after this time.
-            even_if_pinned: Take no notice of a pin.
+            unless_used_since_s: Do nothing when it was stored or read after this time.
+            even_if_pinned: Ignore a pin.
 
         Returns:
-            `None`: nothing is there, or it is pinned, or it was used. An entry that was leaving already is returned
-            again: whoever started may have died.
+            `None`: nothing is stored there, or it is pinned, or it was used. An entry that is leaving already is
+            returned again: whoever started may have died.
         """
 
     async def start_leaving_all(
         self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        """`start_leaving` for many boundaries, ends of prefixes first: one stays when one above it does."""
+        """`start_leaving` for many boundaries, longest prefixes first: one stays when a longer one of the batch stays.
+
+        Works in waves: a boundary's wave comes after those of all longer ones that name it as `below`.
+        """
         hidden: list[BoundaryEntry | None] = [None] * len(leaving)
         waves: list[list[int]] = []
         wave_of: dict[int, int] = {}
-        for index, one in enumerate(leaving):  # ends come first, so this one's wave is final
+        for index, one in enumerate(leaving):  # longer prefixes come first, so this one's wave is final
             wave = wave_of.get(index, 0)
             if wave == len(waves):
                 waves.append([])
@@ -329,7 +332,7 @@ class Catalog(ABC):
     async def _start_wave(
         self, leaving: Sequence[Leaving], level: Level, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        """`start_leaving` for boundaries none of which stands on another one of them."""
+        """`start_leaving` for boundaries none of which is the parent of another."""
         return await asyncio.gather(
             *(
                 self.start_leaving(
@@ -347,8 +350,8 @@ class Catalog(ABC):
     async def finish_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
     ) -> int:
-        """The records that `start_leaving` named are deleted: take them off the totals, write the tombstone. Returns
-        their bytes; 0 when the boundary was not leaving.
+        """Report that the records named by `start_leaving` are deleted: subtracts them from the totals and writes the
+        tombstone. Returns their bytes; 0 when the boundary was not leaving.
         """
 
     async def finish_leaving_all(
@@ -362,7 +365,7 @@ class Catalog(ABC):
     async def stop_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline
     ) -> None:
-        """Nothing was deleted after all: lookups see the records again."""
+        """Undo `start_leaving` when nothing was deleted: lookups see the records again."""
 
     @abstractmethod
     async def pin(
@@ -374,11 +377,11 @@ class Catalog(ABC):
 
     @abstractmethod
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
-        """What left last, latest first; older ones are forgotten."""
+        """The most recent removals, latest first; a bounded number is kept."""
 
     @abstractmethod
     async def clear(self, *, deadline: Deadline) -> None:
-        """Forget everything but the namespaces: a reindex begins. The catalog is then not complete."""
+        """Drop all entries and totals, but not the namespaces, before a reindex. The catalog is then not complete."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""What a change does to an entry's bytes. Pure; the Redis scripts do the same on the server."""
+"""How a change edits an entry's bytes. Pure; the Redis scripts do the same on the server."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _U32_MAX = 0xFFFFFFFF
 
 
 class EntryEdit:
-    """One entry while it is changed.
+    """Edits one entry.
 
     Attributes:
+        shape: Where its fields are.
         data: Its bytes.
     """
 
@@ -37,7 +38,7 @@ class EntryEdit:
         self.data = bytearray(shape.check(data))
 
     def number(self, at: int) -> int:
-        """A field of four bytes."""
+        """The 4-byte field at offset `at`."""
         value: int = _U32.unpack_from(self.data, at)[0]
         return value
 
@@ -65,14 +66,14 @@ class EntryEdit:
         self.data[at : at + SUM_BYTES] = value.to_bytes(SUM_BYTES, "little")
 
     def leaves(self, level: Level) -> bool:
-        """Whether its records there are being deleted."""
+        """Whether its records at a level are being deleted."""
         return bool(self.data[LEAVING_AT] >> level & 1)
 
     def set_leaving(self, level: Level, leaving: bool) -> None:
         self.data[LEAVING_AT] = self.data[LEAVING_AT] & ~(1 << level) | leaving << level
 
     def add(self, one: Addition) -> int:
-        """Count a record; returns the bytes that are new, 0 for one that was known."""
+        """Add a record; returns its bytes, 0 for one that was known."""
         byte_at, bit = self.shape.bit_at(one.level, one.key.group, one.key.slice)
         if self.data[byte_at] >> bit & 1:
             return 0
@@ -83,7 +84,7 @@ class EntryEdit:
         return one.num_bytes
 
     def remove(self, one: Removal) -> int | None:
-        """Count a record no more; returns its bytes, `None` for one that was not known."""
+        """Remove a record; returns its bytes, `None` for one that was not known."""
         group = one.key.group
         byte_at, bit = self.shape.bit_at(one.level, group, one.key.slice)
         if not self.data[byte_at] >> bit & 1:
@@ -99,7 +100,7 @@ class EntryEdit:
         return num_bytes
 
     def wipe(self, level: Level) -> int:
-        """Forget all of a level; returns its bytes."""
+        """Remove all records of a level; returns their bytes."""
         num_bytes = sum(self.sum(level, group) for group in range(len(self.shape.num_slices)))
         for group in range(len(self.shape.num_slices)):
             self._set_sum(level, group, 0)
@@ -109,13 +110,14 @@ class EntryEdit:
         return num_bytes
 
     def fill(self, tokens: int, parent: PrefixHash | None) -> None:
-        """Note what was not known before."""
+        """Set position and parent where they were not known."""
         if tokens and not self.number(TOKENS_AT):
             self.set_number(TOKENS_AT, tokens)
         if parent is not None and self.shape.head(bytes(self.data)).parent is None:
             self.data[PARENT_AT : PARENT_AT + len(parent)] = parent
 
-    def used(self, now_s: int, hits: int = 0) -> None:
+    def mark_used(self, now_s: int, hits: int = 0) -> None:
+        """Set the last use, and add to the hits."""
         self.set_number(LAST_USE_AT, max(now_s, self.number(LAST_USE_AT)))
         self.set_number(HITS_AT, min(_U32_MAX, self.number(HITS_AT) + hits))
 

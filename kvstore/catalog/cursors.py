@@ -1,4 +1,4 @@
-"""Where a walk over a catalog's entries goes on, as text. Pure."""
+"""Cursors for paging over a catalog's entries, as text. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
 
 
 def bytes_of_cursor(cursor: str) -> bytes:
-    """The prefix that the last step ended with; nothing at the start.
+    """The prefix that the last step ended with; empty at the start.
 
     Raises:
         InvalidRequest: Not a cursor.
@@ -23,15 +23,15 @@ def bytes_of_cursor(cursor: str) -> bytes:
     except ValueError:
         after = b"?"
     if len(after) not in (0, PREFIX_BYTES):
-        raise InvalidRequest("not a cursor of this catalog: begin again without one", field="cursor", seen=cursor[:80])
+        raise InvalidRequest("not a cursor of this catalog: start again without one", field="cursor", seen=cursor[:80])
     return after
 
 
 def numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
-    """The node and its own cursor.
+    """The index of a node, and the position of the SCAN on it.
 
     Raises:
-        InvalidRequest: Not a cursor, or one of a cluster that had another number of nodes.
+        InvalidRequest: Not a cursor, or one from when the cluster had another number of nodes.
     """
     if not cursor:
         return 0, 0
@@ -39,6 +39,8 @@ def numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
     of, node, scan = (int(part) for part in match.groups()) if match is not None else (0, 0, 0)
     if of != num_nodes or node >= num_nodes or scan >= 1 << 64:
         raise InvalidRequest(
-            "not a cursor of this catalog, or not any more: begin again", field="cursor", seen=cursor[:80]
+            "not a cursor of this catalog, or no longer valid: start again without one",
+            field="cursor",
+            seen=cursor[:80],
         )
     return node, scan

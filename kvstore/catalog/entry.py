@@ -12,9 +12,9 @@
 | 48 | 4 | hits |
 | 52 | 4 | pinned until; 0: not |
 | 56 | 6 per level and group | bytes of the group's records, level by level |
-| behind | `row_bytes` per level | for each group, on bytes of its own, a bit per slice, lowest first |
+| after these | `row_bytes` per level | one bit per slice, lowest bit first; each group starts on a new byte |
 
-All of it follows from the namespace's layout, so its entries have one size: 112 bytes for 4 groups of 8 slices.
+The layout follows from the namespace's groups, so all its entries have one size: 112 bytes for 4 groups of 8 slices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["ENTRY_VERSION", "SUM_BYTES", "EntryHead", "EntryShape", "EntryTable"
 
 
 class Level(IntEnum):
-    """A place that several services, or several runs of one, see alike. The numbers are stored."""
+    """A tier that outlives the process and that all services see alike. The numbers are stored."""
 
     HOT = 0
     COLD = 1
@@ -51,11 +51,11 @@ _HEAD = struct.Struct("<BBHI32sIIII")
 _ENTRY_BYTES_MAX = 1 << 20
 _NO_PARENT = bytes(PREFIX_BYTES)
 _LEVELS = tuple(frozenset(level for level in Level if bits >> level & 1) for bits in range(256))
-"""By the byte that says which levels are being left."""
+"""The levels that are being left, by the value of the entry's `leaving` byte."""
 
 
 class EntryHead(NamedTuple):
-    """What an entry says of its boundary as a whole; as in `BoundaryEntry`."""
+    """The fields of an entry that concern the boundary as a whole; as in `BoundaryEntry`."""
 
     leaving: frozenset[Level]
     tokens: int
@@ -68,10 +68,10 @@ class EntryHead(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryShape:
-    """Where the fields of a namespace's entries are.
+    """The offsets of the fields in a namespace's entries.
 
     Attributes:
-        num_slices: For each group.
+        num_slices: Slices of each group.
     """
 
     num_slices: tuple[int, ...]
@@ -93,7 +93,7 @@ class EntryShape:
 
     @cached_property
     def group_at(self) -> tuple[int, ...]:
-        """First byte of each group in a row of bits, and the row's end."""
+        """Offset of each group's bytes in a level's row of bits; then the row's end."""
         at = [0]
         for count in self.num_slices:
             at.append(at[-1] + (count + 7) // 8)
@@ -101,12 +101,12 @@ class EntryShape:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one level's bits."""
+        """Bytes of one level's row of bits."""
         return self.group_at[-1]
 
     @cached_property
     def rows_at(self) -> int:
-        """Where the bits begin."""
+        """Offset of the rows of bits."""
         return SUMS_AT + SUM_BYTES * len(Level) * len(self.num_slices)
 
     @cached_property
@@ -115,11 +115,11 @@ class EntryShape:
         return self.rows_at + len(Level) * self.row_bytes
 
     def sum_at(self, level: Level, group: int) -> int:
-        """Where the bytes of a group at a level are summed."""
+        """Offset of the sum of a group's bytes at a level."""
         return SUMS_AT + SUM_BYTES * (level * len(self.num_slices) + group)
 
     def row_at(self, level: Level) -> int:
-        """Where a level's bits begin."""
+        """Offset of a level's row of bits."""
         return self.rows_at + level * self.row_bytes
 
     def holds(self, group: int, slice_: int) -> bool:
@@ -127,7 +127,7 @@ class EntryShape:
         return 0 <= group < len(self.num_slices) and 0 <= slice_ < self.num_slices[group]
 
     def bit_at(self, level: Level, group: int, slice_: int) -> tuple[int, int]:
-        """Byte and bit (0 is the lowest) of a slice.
+        """Offset of the byte, and the bit in it (0 is the lowest), of a slice.
 
         Raises:
             InvalidRequest: The layout has no such slice.
@@ -165,7 +165,7 @@ class EntryShape:
 
     @cached_property
     def _bit_parts(self) -> tuple[tuple[slice, ...], ...]:
-        """Where each level's bits of each group are: worked out once, rounds of retention read a million entries."""
+        """Per level and group: where its bits are. Computed once, since retention reads every entry."""
         ends = list(pairwise(self.group_at))
         return tuple(tuple(slice(row + start, row + stop) for start, stop in ends) for row in map(self.row_at, Level))
 
@@ -178,7 +178,7 @@ class EntryShape:
         """The fields before the sums.
 
         Raises:
-            CorruptRecord: It is no entry of this shape.
+            CorruptRecord: It is not an entry of this shape.
         """
         _, leaving, _, tokens, parent, *rest = _HEAD.unpack_from(self.check(data))
         return EntryHead(_LEVELS[leaving], tokens, None if parent == _NO_PARENT else PrefixHash(parent), *rest)
@@ -198,7 +198,7 @@ class EntryTable:
 
     @classmethod
     def of(cls, shape: EntryShape, entries: list[bytes | None]) -> EntryTable:
-        """From entries as they were read; what is no entry of this shape counts as absent."""
+        """A table of entries as they were read; an entry of another size or version counts as absent."""
         size, blank = shape.num_bytes, bytes(shape.num_bytes)
         joined = b"".join([entry if entry is not None and len(entry) == size else blank for entry in entries])
         data = np.frombuffer(joined, dtype=np.uint8).reshape(len(entries), size)
@@ -213,7 +213,7 @@ class EntryTable:
         return found
 
     def rows(self, level: Level) -> npt.NDArray[np.uint8]:
-        """[boundaries, `row_bytes`]: the bits of a level, none where the boundary is leaving it."""
+        """[boundaries, `row_bytes`]: the bits of a level; zeros where the boundary is leaving it."""
         start = self.shape.row_at(level)
         rows = self.data[:, start : start + self.shape.row_bytes]
         leaving = (self.data[:, LEAVING_AT] >> level & 1).astype(bool)
@@ -233,7 +233,7 @@ class EntryTable:
         return found
 
     def has_parent(self, parent: PrefixHash) -> npt.NDArray[np.bool_]:
-        """[boundaries]: whether this is the boundary before it."""
+        """[boundaries]: whether `parent` is its parent."""
         wanted = np.frombuffer(parent, dtype=np.uint8)
         found: npt.NDArray[np.bool_] = (self.data[:, PARENT_AT : PARENT_AT + PREFIX_BYTES] == wanted).all(axis=1)
         return found
@@ -243,7 +243,7 @@ class EntryTable:
         return bool(self.data[index][LEAVING_AT] >> level & 1)
 
     def has(self, index: int, level: Level, group: int, slice_: int) -> bool:
-        """Whether a level of one boundary has a slice, and is not being left.
+        """Whether one boundary has a slice at a level, and is not leaving it.
 
         Raises:
             InvalidRequest: The layout has no such slice.

@@ -1,4 +1,4 @@
-"""Who may do what only one service should do at a time."""
+"""Leases on work that only one service should do at a time."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ __all__ = ["Ownership", "SoleOwnership"]
 
 
 class Ownership(ABC):
-    """Leases on names, held by one owner at a time. Two owners at once, after a long pause of one, must do no harm:
-    this saves work, it does not protect data.
+    """Named leases, each held by one owner at a time.
+
+    They avoid duplicate work and do not protect data: an owner that was paused past its lease may run beside the next
+    one, which must do no harm.
     """
 
     @abstractmethod
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
-        """Take or renew the lease on `name`. False: somebody else holds it.
+        """Take or renew the lease on `name`. False: another owner holds it.
 
         Raises:
-            Unavailable: Nobody could be asked.
+            Unavailable: The medium could not be reached.
         """
 
     @abstractmethod
     async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
-        """Take or renew the lease as `hold` does, and return the word of whoever holds it then: `word`, where that is
-        this one, else what that owner said last, or nothing. A word ends with its lease.
+        """Take or renew the lease as `hold` does, storing `word` with it if this owner holds it; return the holder's
+        word, which is empty where that owner stored none. A word expires with its lease.
 
         Raises:
-            Unavailable: Nobody could be asked.
+            Unavailable: The medium could not be reached.
         """
 
     @abstractmethod
     async def release(self, name: str, *, deadline: Deadline) -> None:
-        """Give the lease back, if it is held. A lease that is not given back ends by itself."""
+        """Release the lease, if this owner holds it. A lease that is not released expires."""
 
 
 class SoleOwnership(Ownership):
-    """Where one process owns everything, as the service of a directory does."""
+    """For a process that shares nothing, like the service of a directory: it holds every lease."""
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
         return True

@@ -34,17 +34,17 @@ return 0
 
 
 class RedisOwnership(Ownership):
-    """A key per name, `c1o/<name>`, with the lease as its time to live: the owner (16 bytes) and its word, in UTF-8.
+    """A key per name, `c1o/<name>`, whose TTL is the lease; its value is the owner (16 bytes) and its word in UTF-8.
 
     Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster`; stays the caller's.
-        lease_s: Longer leaves a dead owner's work undone for longer.
+        client: A `redis.asyncio.Redis` or `RedisCluster`; the caller closes it.
+        lease_s: The longer the lease, the longer the work of a dead owner is left undone.
     """
 
     def __init__(self, client: Any, *, lease_s: float) -> None:
         self._client = client
         self._lease_ms = max(1, round(lease_s * 1000))
-        self._owner = secrets.token_bytes(_OWNER_BYTES)  # names this process among all that share the server
+        self._owner = secrets.token_bytes(_OWNER_BYTES)  # identifies this process among all that share the server
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
         is_ours, _ = await self._hold(name, deadline)
@@ -63,7 +63,7 @@ class RedisOwnership(Ownership):
 
     @staticmethod
     async def _ask(call: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
-        """The answer of a command that is made where it is awaited: one that was made and never sent is a warning."""
+        """Await a command within the deadline. It is created here, since a coroutine never awaited is a warning."""
         try:
             async with deadline.scope("asking Redis for a lease"):
                 return await call()

@@ -1,4 +1,4 @@
-"""Pending write-backs: which records still have to reach the cold tier, and who is seeing to it."""
+"""Pending write-backs: which records still have to reach the cold tier, and which service is writing them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PendingEntry:
     """A record on its way to the cold tier.
 
     Attributes:
-        key: The record's.
+        key: The record's key.
         num_bytes: Its bytes, header included.
-        stop_tokens: Where its span ends: shorter prefixes are finished first.
+        stop_tokens: Where its span ends; shorter prefixes are written first.
     """
 
     key: RecordKey
@@ -33,59 +33,61 @@ class PendingEntry:
 
 @dataclass(frozen=True, slots=True)
 class PendingTotals:
-    """What is pending, whoever holds it."""
+    """All pending entries, whoever owns them."""
 
     num_records: int
     num_bytes: int
 
 
 class PendingLog(ABC):
-    """Entries that outlive the service that wrote them. Whoever writes one owns it for a lease, together with all who
-    wrote it too: it stands until each has finished it. One whose leases have all ended may be claimed by anybody, who
-    is then its only owner. A log belongs to one owner, which it names by itself.
+    """Entries that outlive the service that added them.
 
-    An entry is written *before* the record that it stands for, and removed when the cold tier has the record: what a
-    crash leaves behind is an entry too many, never one too few. The same record may so be written twice, which is
-    harmless: it is written once under its name. That owners share an entry is why one of them may die between seeing
-    that it owns the entry and writing the record, whatever others do meanwhile.
+    Whoever adds an entry owns it for a lease. Several may own the same entry: it stays until each has finished it. An
+    entry whose leases have all expired may be claimed by anybody, who is then its only owner. A log object acts for one
+    owner, whose id it generates.
 
-    Every method raises `Unavailable` at its deadline or when the medium refuses, and may then have done its work or
+    An entry is added *before* its record is written, and removed when the cold tier has the record: a crash can leave
+    an entry too many, never one too few. So a record may be written twice, which is harmless: the second write of a
+    name changes nothing. Shared ownership means that an owner may die between renewing its lease and writing the
+    record, whatever the other owners do meanwhile.
+
+    Every method raises `Unavailable` at its deadline or when the medium refuses, and may then have taken effect or
     not; repeating it is harmless.
     """
 
     @property
     @abstractmethod
     def lease_s(self) -> float:
-        """Seconds that a claim lasts unless it is renewed."""
+        """Seconds that ownership lasts unless it is renewed."""
 
     @abstractmethod
     def other_owner(self) -> PendingLog:
-        """The same entries, for an owner that is not this one; it ends with this log, and need not be closed."""
+        """The same log under a new owner id; it shares this log's connection and need not be closed."""
 
     @abstractmethod
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
-        """Write entries, claimed by this owner; one that is there already becomes this owner's too.
+        """Add entries, owned by this owner; it becomes a further owner of one that exists.
 
-        False: the medium has no room. Some of the entries may then have been written.
+        False: the medium has no room. Some of the entries may then have been added.
         """
 
     @abstractmethod
     async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
-        """Start the leases anew. For each: how many own it; 0: not this owner any more, somebody else finishes it."""
+        """Renew the leases. Per key: how many own it; 0: this owner no longer does, another one finishes it."""
 
     @abstractmethod
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Own entries no more; those that nobody owns now are removed, unless somebody else has claimed them."""
+        """Give up this owner's share of entries; those without an owner left are removed. Others' claims stay."""
 
     @abstractmethod
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Own entries no more, and let them stand: anybody may claim those that nobody has a lease on. What this owner
-        adds and finishes from now on leaves them there.
+        """Give up this owner's share of entries, but keep them: anybody may claim those without a lease. They stay even
+        if this owner adds and finishes them again.
         """
 
     @abstractmethod
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
-        """Make up to about `limit` entries without a living lease this owner's, and nobody else's."""
+        """Become the only owner of up to about `limit` entries whose leases have expired."""
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> PendingTotals:
@@ -93,7 +95,7 @@ class PendingLog(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Let go of the medium; leases run out by themselves. Idempotent."""
+        """Close what the log opened; leases expire by themselves. Idempotent."""
 
 
 def pack_key(key: RecordKey) -> bytes:

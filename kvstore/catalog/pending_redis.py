@@ -1,15 +1,15 @@
 """Pending write-backs in Redis, shared by all services of a hot tier.
 
-Entries are spread over shards by their prefix hash. A shard is three keys with one hash tag, so that one script changes
-them together on a Cluster too:
+Entries are spread over shards by their prefix hash. A shard is three keys with one hash tag, so that one script can
+change them together on a Cluster too:
 
     kvstore:pending:<scope>:{p<shard>}:due     sorted set: packed key -> end of its lease, ms of the server's clock
     kvstore:pending:<scope>:{p<shard>}:entry   hash: packed key -> an owner (16), bytes of the record u64, stop tokens
-                                               u32, all other owners (16 each)
+                                               u32, all further owners (16 each)
     kvstore:pending:<scope>:{p<shard>}:bytes   bytes of all records of the shard
 
-The server's clock decides about leases: those of the services need not agree. None of the keys has a TTL, so that no
-`volatile-*` policy takes one.
+Leases are measured on the server's clock, so the services' clocks need not agree. None of the keys has a TTL, so that
+no `volatile-*` policy evicts one.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["NUM_SHARDS", "RedisPendingLog"]
 T = TypeVar("T")
 
 NUM_SHARDS = 16
-"""Part of the stored form. Some per node of a usual cluster, and few enough to be asked one by one."""
+"""Part of the stored format. Several per node of a usual cluster, yet few enough for `claim` to visit one by one."""
 
 _OWNER_BYTES = 16
 _FACTS = struct.Struct(f"<{_OWNER_BYTES}sQI")
 _CALLS_MAX = 8
-"""Scripts of one owner that run at a time, and so connections that it takes."""
+"""Calls of one owner that run at a time, and so the connections that it takes."""
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000) "
-# Scripts that free memory, or change nothing in it, run on a full server too: else nothing would ever leave it.
+# Scripts that free memory, or take no more of it, also run on a full server: otherwise it could never drain.
 _ALWAYS = "#!lua flags=allow-oom\n"
 
-# `nobody` stands among the owners of what one of them has given back.
+# `nobody` among the owners marks an entry that one of them has released.
 _OWNERS = """
 local nobody = string.rep('\\0', 16)
 local function with_owners(facts, owners)
@@ -175,9 +175,9 @@ class RedisPendingLog(PendingLog):
     """Entries in Redis.
 
     Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster` that answers bytes; stays the caller's.
-        scope: What the entries are about: services that share it can finish each other's. It names the cold tier.
-        lease_s: Seconds that a claim lasts. Longer leaves a dead service's records in Redis alone for longer.
+        client: A `redis.asyncio.Redis` or `RedisCluster` that answers in `bytes`; the caller closes it.
+        scope: Identifies the cold tier: services with the same scope can finish each other's entries.
+        lease_s: Seconds that a lease lasts. The longer, the longer a dead service's records are in Redis alone.
     """
 
     def __init__(self, client: Any, scope: str, *, lease_s: float) -> None:
@@ -233,7 +233,7 @@ class RedisPendingLog(PendingLog):
         await _all(calls, deadline, what)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
-        """One shard after the other, each call from where the last one ended, so that none is always served last."""
+        """Visits one shard after the other, starting where the last call ended, so that none is always served last."""
         claimed: list[PendingEntry] = []
         async with deadline.scope("claiming pending entries"):
             for _ in range(NUM_SHARDS):
@@ -260,7 +260,7 @@ class RedisPendingLog(PendingLog):
         return int(count), int(await self._call(lambda: self._client.get(total)) or 0)
 
     async def aclose(self) -> None:
-        """Nothing of its own to let go of: the client is the caller's."""
+        """Does nothing: the caller closes the client."""
 
     @property
     def _lease_ms(self) -> int:
@@ -288,7 +288,7 @@ class _NoRoom(Unavailable):
 
 
 async def _all(calls: Sequence[Awaitable[T]], deadline: Deadline, what: str) -> list[T]:
-    """All answers, or the first error once every call has ended."""
+    """All answers; raises the first error once every call has ended."""
     async with deadline.scope(what):
         answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
@@ -298,7 +298,7 @@ async def _all(calls: Sequence[Awaitable[T]], deadline: Deadline, what: str) -> 
 
 
 def _new_owner() -> bytes:
-    return secrets.token_bytes(_OWNER_BYTES)  # random: two owners must never be taken for one
+    return secrets.token_bytes(_OWNER_BYTES)  # random, so that no two owners share an id
 
 
 def _shard(key: RecordKey) -> int:

@@ -1,7 +1,7 @@
 """Pending write-backs in a SQLite file, for a store on one machine.
 
-What was pending when a service died stands in nothing but that service's memory: nobody can finish it. The file tells
-the next owner of the directory which records may have arrived and which were lost, without a scan.
+A record that was pending when its service died was in that service's memory only: nobody can finish writing it. The
+file tells the next service of the directory, without a scan, which records may have arrived and which were lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS write_backs (
 ) WITHOUT ROWID
 """
 _NOBODY = bytes(16)
-"""The owner of what somebody has given back."""
+"""The owner of entries that were released."""
 _FREE = """
 SELECT key, max(num_bytes), max(stop_tokens) FROM write_backs
 GROUP BY key HAVING max(lease_end_ms) <= ? ORDER BY max(stop_tokens) LIMIT ?
@@ -44,15 +44,14 @@ GROUP BY key HAVING max(lease_end_ms) <= ? ORDER BY max(stop_tokens) LIMIT ?
 
 
 class SqlitePendingLog(PendingLog):
-    """Entries in one file, whose directory has one owner; make one with `open`.
+    """Entries in one file of a directory with one service; made with `open`.
 
-    A transaction is in the file when it returns: it survives the death of the process at any moment. The last ones may
-    be lost with the power.
+    A transaction that has returned survives the death of the process. A power failure may lose the last ones.
 
     Args:
         database: Used in one thread of its own.
-        lease_s: Seconds that a claim lasts.
-        clock: Of the leases.
+        lease_s: Seconds that a lease lasts.
+        clock: Measures the leases.
     """
 
     def __init__(self, database: sqlite3.Connection, *, lease_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -65,9 +64,9 @@ class SqlitePendingLog(PendingLog):
 
     @classmethod
     async def open(cls, path: Path, *, lease_s: float, clock: Clock = SYSTEM_CLOCK) -> SqlitePendingLog:
-        """Open or make the file. Whatever is in it was left by a dead owner, so it may be claimed at once.
+        """Open or create the file. Its entries were left by a dead owner, so they may be claimed at once.
 
-        A file that is no database is put aside under another name: it is an accelerator, not the truth.
+        A file that is not a database is renamed and replaced by an empty one: it is an accelerator, not the truth.
 
         Raises:
             Unavailable: The file cannot be used.
@@ -79,7 +78,7 @@ class SqlitePendingLog(PendingLog):
                 if isinstance(error, sqlite3.OperationalError):  # no permission, no space: not the file's fault
                     raise
                 aside = path.with_name(f"{path.name}.damaged-{clock.wall_ms()}")
-                _log.warning("pending entries are unreadable and put aside path=%s error=%s", aside, error)
+                _log.warning("pending entries cannot be read; the file was renamed path=%s error=%s", aside, error)
                 path.replace(aside)
                 for suffix in ("-wal", "-shm"):
                     path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -184,7 +183,7 @@ class SqlitePendingLog(PendingLog):
         return self._clock.wall_ms() + round(self._lease_s * 1000)
 
     async def _run(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Run in the database's thread. If cancelled, the work is done or not begun: a transaction is never cut."""
+        """Run `work` in the database's thread. If cancelled, it runs completely or not at all."""
         if self._closed:
             raise Closed("the pending entries are closed")
         async with deadline.scope("the file of pending entries"):

@@ -27,7 +27,7 @@ from kvstore.catalog.ownership_redis import RedisOwnership
 from kvstore.catalog.redis_nodes import Argument, Command, RedisNodes
 from kvstore.catalog.redis_scripts import ADD, FINISH, OBSERVE, PIN, REMOVE, START, STOP, USE, Script
 from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
-from kvstore.catalog.redis_values import add_item, parse_tombstone, parse_totals, remove_item, sum_totals
+from kvstore.catalog.redis_values import add_item, hash_items, parse_tombstone, parse_totals, remove_item, sum_totals
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name, manifest_name, namespace_root
@@ -44,16 +44,17 @@ _COMPLETE = f"{_ROOT}/complete"
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _SCAN_S = 10.0
+"""Time limit of each step of a scan."""
 _TOMBSTONES = 16384
 
 
 class RedisCatalog(Catalog):
     """One string per boundary, `c1/<namespace>/{<prefix>}`, in the slot of its records; per slot a hash of totals,
-    `c1t/{tag}`, and a list of what left last, `c1d/{tag}`. None of them has a time to live: a `volatile-*` policy of
-    the server never takes them.
+    `c1t/{tag}`, and a list of tombstones, `c1d/{tag}`. None of them has a TTL, so that no `volatile-*` policy evicts
+    them.
 
     Args:
-        client: Answers in `bytes`; stays the caller's, and is not closed here.
+        client: Answers in `bytes`; the caller closes it.
         clock: For first and last use.
     """
 
@@ -64,7 +65,7 @@ class RedisCatalog(Catalog):
         self._tenants: dict[NamespaceId, str] = {}
         self._closed = False
 
-    # what is asked
+    # reads
 
     async def is_complete(self, *, deadline: Deadline) -> bool:
         self._check_open()
@@ -100,9 +101,8 @@ class RedisCatalog(Catalog):
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         self._check_open()
-        found = await self._nodes.one(("HGETALL", _NAMESPACES), deadline=deadline)
-        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
-        return {NamespaceId(bytes(namespace)): bytes(tenant).decode() for namespace, tenant in pairs}
+        found = hash_items(await self._nodes.one(("HGETALL", _NAMESPACES), deadline=deadline))
+        return {NamespaceId(namespace): tenant.decode() for namespace, tenant in found}
 
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
         tenants = await self.namespaces(deadline=deadline)
@@ -116,7 +116,7 @@ class RedisCatalog(Catalog):
         found = [parse_tombstone(packed) for reply in replies for packed in reply]
         return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
 
-    # what is told
+    # changes
 
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
         self._check_open()
@@ -129,12 +129,12 @@ class RedisCatalog(Catalog):
             grouped[addition.key.namespace, addition.key.prefix, addition.level].append(addition)
         now_s = self._now_s()
         calls = []
-        for (namespace, prefix, level), told in grouped.items():
-            shape, together = self._shape(namespace), list({one.key: one for one in told}.values())
-            packed = b"".join(add_item(shape, one) for one in together)
-            fresh = packed_with(shape, together, now_s)
-            num_bytes = sum(one.num_bytes for one in together)
-            calls.append(self._call(ADD, namespace, prefix, level, fresh, num_bytes, packed))
+        for (namespace, prefix, level), of_boundary in grouped.items():
+            shape, unique = self._shape(namespace), list({one.key: one for one in of_boundary}.values())
+            items = b"".join(add_item(shape, one) for one in unique)
+            new_entry = packed_with(shape, unique, now_s)
+            num_bytes = sum(one.num_bytes for one in unique)
+            calls.append(self._call(ADD, namespace, prefix, level, new_entry, num_bytes, items))
         accepted = dict(zip(grouped, await self._run(calls, deadline), strict=True))
         return [bool(accepted[one.key.namespace, one.key.prefix, one.level]) for one in additions]
 
@@ -143,8 +143,8 @@ class RedisCatalog(Catalog):
         for removal in removals:
             grouped[removal.key.namespace, removal.key.prefix, removal.level].append(removal)
         calls = []
-        for (namespace, prefix, level), together in grouped.items():
-            items = b"".join(remove_item(self._shape(namespace), one) for one in together)
+        for (namespace, prefix, level), of_boundary in grouped.items():
+            items = b"".join(remove_item(self._shape(namespace), one) for one in of_boundary)
             calls.append(self._call(REMOVE, namespace, prefix, level, prefix, items))
         await self._run(calls, deadline)
 
@@ -211,8 +211,8 @@ class RedisCatalog(Catalog):
         return sum(await self._run(calls, deadline))
 
     async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
-        """Make the hot bits and bytes of boundaries what their very server holds: it evicts by itself, and may have
-        been restarted. Returns how many records were lost.
+        """Correct the hot bits and bytes of boundaries to what their server really holds, since it may have evicted
+        records or been restarted. Returns how many records were lost. The hot records must be in this same Redis.
         """
         shape = self._shape(namespace)
         calls = []
@@ -225,8 +225,8 @@ class RedisCatalog(Catalog):
         return sum(await self._run(calls, deadline))
 
     async def know(self, namespace: NamespaceId, *, deadline: Deadline) -> bool:
-        """Whether entries of a namespace can be read here: it was registered, or is described by the manifest that
-        stands beside its records in this very Redis.
+        """Whether entries of a namespace can be read here: it was registered, or could be registered just now from the
+        manifest beside its records in this Redis.
         """
         self._check_open()
         if namespace in self._shapes:
@@ -243,34 +243,34 @@ class RedisCatalog(Catalog):
         return True
 
     async def register_again(self, *, deadline: Deadline) -> None:
-        """Tell what was registered here of which Redis has lost."""
+        """Register again those of this catalog's namespaces that Redis has lost."""
         found = await self.namespaces(deadline=deadline)
         for namespace, tenant in self._tenants.items():
             if namespace not in found:
                 await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
 
     async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
-        """See `RedisNodes.next_names`: entries, and records where they share the servers, as they do."""
+        """See `RedisNodes.next_names`: names of entries, and of records, which are on the same servers."""
         self._check_open()
         return await self._nodes.next_names(count, deadline=deadline)
 
     async def are_stored(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
-        """Whether these very servers have records."""
+        """Whether these servers hold records. Per key, in order."""
         self._check_open()
         calls = [(slot_of(key.prefix.hex().encode()), ("EXISTS", format_name(key))) for key in keys]
         return [bool(reply) for reply in await self._run(calls, deadline)]
 
     def ownership(self, lease_s: float) -> Ownership:
-        """Leases among those who share this Redis."""
+        """Leases among the services that share this Redis."""
         return RedisOwnership(self._nodes.client, lease_s=lease_s)
 
     async def note(self, name: str, text: str, *, deadline: Deadline) -> None:
-        """Leave a text for other services, and for later ones."""
+        """Store a text for other services."""
         self._check_open()
         await self._nodes.one(("SET", f"{_ROOT}/{name}", text), deadline=deadline)
 
     async def noted(self, name: str, *, deadline: Deadline) -> str | None:
-        """What was noted last under a name."""
+        """The text that was stored last under a name."""
         self._check_open()
         text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
         return None if text is None else bytes(text).decode()
@@ -285,14 +285,14 @@ class RedisCatalog(Catalog):
         await self._everywhere(lambda tag: ("UNLINK", _totals(tag)), Deadline.after(_SCAN_S, self._clock))
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
-        """What each node tells of itself: `INFO <section>`."""
+        """Each node's `INFO <section>`."""
         self._check_open()
         return await self._nodes.info(section, deadline=deadline)
 
     async def aclose(self) -> None:
         self._closed = True
 
-    # how
+    # helpers
 
     async def _entries(
         self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline
@@ -319,7 +319,7 @@ class RedisCatalog(Catalog):
     def _call(
         self, script: Script, namespace: NamespaceId, prefix: PrefixHash, level: Level, *arguments: Argument
     ) -> tuple[int, Command]:
-        """A script call with its slot; see `redis_scripts` for what is passed."""
+        """A script call and its slot; see `redis_scripts` for the arguments."""
         shape, text = self._shape(namespace), prefix.hex()
         slot = slot_of(text.encode()) if self._nodes.is_cluster else 0
         tag = tag_of(slot) if self._nodes.is_cluster else b"0"
@@ -349,7 +349,7 @@ class RedisCatalog(Catalog):
         return [reply for replies in (await self._nodes.run(commands, deadline=deadline)).values() for reply in replies]
 
     def _tombstones_kept(self) -> int:
-        """For each slot."""
+        """Tombstones that are kept per slot."""
         return max(4, _TOMBSTONES // NUM_SLOTS) if self._nodes.is_cluster else _TOMBSTONES
 
     def _now_s(self) -> int:
@@ -381,7 +381,7 @@ def _prefix_of(name: bytes) -> PrefixHash | None:
 
 
 def parse_entry_name(name: bytes) -> tuple[NamespaceId, PrefixHash] | None:
-    """Whose entry stands under a name; `None`: it is no entry's."""
+    """The namespace and the boundary of an entry's name; `None`: not the name of an entry."""
     root, _, rest = name.partition(b"/")
     namespace, _, text = rest.partition(b"/")
     if root != _ROOT.encode() or text[:1] != b"{" or text[-1:] != b"}":

@@ -31,37 +31,37 @@ Argument = bytes | str | int
 Command = Sequence[Argument]
 
 _CALLS_MAX = 24
-"""Connections in use at a time, per node at most: a client's pool has some more, and fails when it has none."""
+"""Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
 
 _TEXTS = {script.sha: script.text for script in ALL}
-_ELSEWHERE = (MovedError, AskError, TryAgainError, ConnectionError)
-"""What the client itself deals with: a slot that moved, a primary that died."""
+_RESOLVED_BY_CLIENT = (MovedError, AskError, TryAgainError, ConnectionError)
+"""Errors that the client resolves itself when a command is sent again: a slot that moved, a primary that died."""
 
 
 class RedisNodes:
-    """Sends commands where their slot is. Foreign errors become `Unavailable` here.
+    """Sends each command to the node of its slot. Redis errors become `Unavailable` here.
 
     Args:
-        client: Answers in `bytes`; stays the caller's.
+        client: Answers in `bytes`; the caller closes it.
     """
 
     def __init__(self, client: Redis | RedisCluster) -> None:
         self.client = client
         self._calls = asyncio.Semaphore(_CALLS_MAX)
         self.is_cluster = isinstance(client, RedisCluster)
-        self._round = (0, 0)  # where `next_names` goes on: number of a node, and its cursor
+        self._position = (0, 0)  # where `next_names` continues: number of a node, and its cursor
 
     async def run(self, commands: Mapping[int, Sequence[Command]], *, deadline: Deadline) -> dict[int, list[Any]]:
         """Run commands and return their replies, slot by slot as they were given.
 
         Args:
-            commands: By slot; without a cluster any number will do.
+            commands: By slot; without a cluster any slot number will do.
             deadline: When to give up.
 
         Raises:
             Unavailable: Not reachable, out of time, or a command was refused.
 
-        If cancelled, what was sent may still be carried out.
+        If cancelled, what was sent may still be executed.
         """
         with _translated():
             async with deadline.scope("asking the catalog in Redis"):
@@ -82,7 +82,7 @@ class RedisNodes:
                 return await cast(Awaitable[Any], self.client.execute_command(*command))
 
     async def scan(self, pattern: str, *, count: int, deadline_s: float) -> AsyncIterator[list[bytes]]:
-        """Batches of names that fit a pattern, over all nodes; a name may come twice."""
+        """Yield batches of names that match a pattern, over all nodes; a name may come twice."""
         with _translated():
             nodes = await self._primaries()
         for node in nodes:
@@ -100,11 +100,11 @@ class RedisNodes:
     async def scan_step(
         self, pattern: str, cursor: str, count: int, *, deadline: Deadline
     ) -> tuple[list[bytes], str | None]:
-        """Names that fit a pattern among the next `count` of one node, and where to go on: node by node, `None` behind
-        the last.
+        """Names that match a pattern among the next `count` of one node, and the cursor to continue with: node by node,
+        `None` after the last.
 
         Raises:
-            InvalidRequest: Not a cursor of as many nodes.
+            InvalidRequest: Not a cursor, or the number of nodes has changed since.
         """
         with _translated():
             async with deadline.scope("scanning the catalog in Redis"):
@@ -116,18 +116,18 @@ class RedisNodes:
         return names, f"{len(nodes)}.{index}.{int(after)}" if index < len(nodes) else None
 
     async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
-        """Some names of whatever kind, about `count`: each call goes on behind the last one, round and round."""
-        number, cursor = self._round
+        """About `count` names of any kind. Each call continues where the last one ended, and starts over at the end."""
+        number, cursor = self._position
         with _translated():
             async with deadline.scope("scanning the catalog in Redis"):
                 nodes = await self._primaries()
                 node = nodes[number % len(nodes)]
                 ((after, names),) = await self._exchange(node, [("SCAN", cursor, "COUNT", count)], strict=True)
-        self._round = (number, int(after)) if int(after) else (number + 1, 0)
+        self._position = (number, int(after)) if int(after) else (number + 1, 0)
         return cast("list[bytes]", names)
 
     async def _primaries(self) -> list[Any]:
-        """The nodes that hold keys; `None` stands for the one server."""
+        """The nodes that hold keys; `None` stands for a standalone server."""
         if not self.is_cluster:
             return [None]
         cluster = cast(RedisCluster, self.client)
@@ -135,7 +135,7 @@ class RedisNodes:
         return list(cluster.get_primaries())
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
-        """A section of what each node tells of itself."""
+        """Each node's `INFO <section>`."""
         with _translated():
             async with deadline.scope("asking Redis about itself"):
                 nodes = await self._primaries()
@@ -150,30 +150,43 @@ class RedisNodes:
             if node is None:
                 raise
             replies = [error] * len(flat)
-        lacking = sorted({str(c[1]) for c, r in zip(flat, replies, strict=True) if isinstance(r, NoScriptError)})
-        if lacking:
-            await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in lacking], strict=True)
+        missing = sorted({str(c[1]) for c, r in zip(flat, replies, strict=True) if isinstance(r, NoScriptError)})
+        if missing:
+            await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
         for index, reply in enumerate(replies):
-            if isinstance(reply, NoScriptError) or (node is not None and isinstance(reply, _ELSEWHERE)):
-                replies[index] = await self._again(flat[index])
+            if isinstance(reply, NoScriptError) or (node is not None and isinstance(reply, _RESOLVED_BY_CLIENT)):
+                replies[index] = await self._retry(flat[index])
             elif isinstance(reply, RedisError):
                 raise reply
         rest = iter(replies)
         return {slot: [next(rest) for _ in listed] for slot, listed in commands.items()}
 
-    async def _again(self, command: Command) -> Any:
-        """One command by itself: the client finds the slot's new node, the script goes along."""
+    async def _retry(self, command: Command) -> Any:
+        """Send one command through the client, which finds the slot's new node; a script is sent as text."""
         if command[0] == "EVALSHA":
             command = ("EVAL", _TEXTS[str(command[1])], *command[2:])
-        return await cast(Awaitable[Any], self.client.execute_command(*command))
+        async with self._calls:
+            return await cast(Awaitable[Any], self.client.execute_command(*command))
 
     async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
-        """Send all and read all replies on one connection; errors of single commands are replies unless `strict`."""
+        """Send all commands and read all replies on one connection; waits until one may be used (`_CALLS_MAX`).
+
+        Errors of single commands are returned as replies, or raised if `strict`.
+        """
+        async with self._calls:
+            replies = await self._exchange_now(node, commands)
+        if strict:
+            for reply in replies:
+                if isinstance(reply, RedisError):
+                    raise reply
+        return replies
+
+    async def _exchange_now(self, node: Any, commands: Sequence[Command]) -> list[Any]:
         pool = cast(Any, self.client).connection_pool if node is None else None
         connection = await pool.get_connection() if pool is not None else node.acquire_connection()
         replies: list[Any] = []
         try:
-            # without the parser's own timer for each reply, which costs more than the reply
+            # `math.inf` disables the parser's own timer for each reply, which costs more than reading the reply
             await connection.send_packed_command(connection.pack_commands(commands))
             while len(replies) < len(commands):
                 try:
@@ -181,17 +194,13 @@ class RedisNodes:
                 except ResponseError as error:
                     replies.append(error)
         except BaseException:
-            await connection.disconnect(nowait=True)  # replies still on their way would answer the next asker
+            await connection.disconnect(nowait=True)  # the next user of the connection must not read our replies
             raise
         finally:
             if pool is not None:
                 await pool.release(connection)
             else:
                 node.release(connection)
-        if strict:
-            for reply in replies:
-                if isinstance(reply, RedisError):
-                    raise reply
         return replies
 
 

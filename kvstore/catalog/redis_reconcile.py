@@ -1,4 +1,4 @@
-"""Keeps the catalog's hot level true to a Redis that lets records go by itself."""
+"""Keeps the catalog's hot level consistent with a Redis that evicts and expires records by itself."""
 
 from __future__ import annotations
 
@@ -17,61 +17,64 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Reconciler", "ServerFacts", "facts_of", "format_facts", "parse_facts"]
+__all__ = ["Reconciler", "ServerCounters", "counters_of", "format_counters", "parse_counters"]
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 15.0
-"""So often the servers are asked whether they let something go, so that all of it is noted within 60 s."""
+"""How often the servers' counters are read; meant to record every loss within 60 s."""
 _LEASE = "reconcile"
 _LEASE_S = 20.0
 _NOTE = "reconciled"
-"""Holds what servers told when somebody had last looked at everything."""
+"""Name of the note that holds the servers' counters as of the last complete reconciliation."""
 _NEXT_STEP = "lookups ask the tiers as well, which is slower, until `kvstore reindex` was run"
 _CALL_S = 10.0
 _BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a node tells of itself.
+class ServerCounters:
+    """What a node has removed by itself.
 
     Attributes:
-        run: Changes when the server is started anew, or another takes its place.
-        gone: Keys that it evicted or that expired, since its start.
+        run_id: Changes when the server is restarted or replaced.
+        num_removed: Keys that it evicted or that expired, since its start.
     """
 
-    run: str
-    gone: int
+    run_id: str
+    num_removed: int
 
 
-def facts_of(server: dict[str, str], stats: dict[str, str]) -> ServerFacts:
-    """From what `INFO server` and `INFO stats` tell."""
-    return ServerFacts(server.get("run_id", ""), int(stats.get("evicted_keys", 0)) + int(stats.get("expired_keys", 0)))
+def counters_of(server: dict[str, str], stats: dict[str, str]) -> ServerCounters:
+    """From `INFO server` and `INFO stats`."""
+    num_removed = int(stats.get("evicted_keys", 0)) + int(stats.get("expired_keys", 0))
+    return ServerCounters(server.get("run_id", ""), num_removed)
 
 
-def format_facts(facts: list[ServerFacts]) -> str:
-    """As text that services leave each other."""
-    return json.dumps([[one.run, one.gone] for one in facts])
+def format_counters(counters: list[ServerCounters]) -> str:
+    """As the text of the note that services leave for each other."""
+    return json.dumps([[one.run_id, one.num_removed] for one in counters])
 
 
-def parse_facts(text: str) -> list[ServerFacts] | None:
-    """The inverse; `None` for what is no such text."""
+def parse_counters(text: str) -> list[ServerCounters] | None:
+    """The inverse of `format_counters`; `None`: not such a text."""
     try:
-        return [ServerFacts(str(run), int(gone)) for run, gone in json.loads(text)]
+        return [ServerCounters(str(run_id), int(num_removed)) for run_id, num_removed in json.loads(text)]
     except (ValueError, TypeError):
         return None
 
 
 class Reconciler:
-    """Looks now and then whether a server evicted, expired or lost anything, and if so at every hot boundary; of
-    several services one does, and notes what it saw for the others. A server that was replaced may lack changes: the
-    catalog is then marked as not complete. So it is where a sample shows records that nobody has told of.
+    """Checks periodically whether a server evicted, expired or lost keys, and if so compares every hot boundary with
+    what is stored. One service at a time does so, and stores the servers' counters for the others.
+
+    Marks the catalog as not complete when a server was replaced, since entries may be lost, and when a sample shows
+    records that nobody has reported.
 
     Args:
-        catalog: Stays the caller's.
+        catalog: The caller closes it.
         meters: Where to count.
-        look_s: How often to look.
+        look_s: Seconds between checks.
         clock: For deadlines.
     """
 
@@ -84,12 +87,12 @@ class Reconciler:
         self._ownership = catalog.ownership(_LEASE_S)
         self._sampler = Sampler(catalog, clock=clock)
         self._clock = clock
-        self._facts: list[ServerFacts] | None = None
+        self._counters: list[ServerCounters] | None = None
         self._was_complete = False
 
     async def run(self) -> None:
-        """Look for ever; a Redis that does not answer is asked again the next time. It rests for as long as it worked,
-        so that a Redis which evicts all the time is busy with this for half of the time at most.
+        """Check until cancelled or closed; a Redis that does not answer is asked again the next time. Pauses for at
+        least as long as the last check took, so that this takes at most half of the time where Redis evicts constantly.
         """
         while True:
             started_s = asyncio.get_running_loop().time()
@@ -102,66 +105,72 @@ class Reconciler:
             await asyncio.sleep(max(self._look_s, asyncio.get_running_loop().time() - started_s))
 
     async def look(self) -> int:
-        """Reconcile if anything is gone; returns how many records were."""
-        await self._look_at_catalog()
+        """Check once and reconcile if anything is gone; returns how many records were."""
+        await self._check_catalog()
         sample = await self._sampler.look()
         if sample.num_unknown:
             self._meters.add("catalog_unknown_records", sample.num_unknown)
-            await self._doubt("Redis holds records that the catalog was never told of")
-        facts = await self._look_at_servers()
-        if (facts == self._facts and not sample.num_lost) or not await self._hold():
-            return sample.num_lost  # whoever looks now may die: without the lease nothing is taken as seen
+            await self._mark_incomplete("Redis holds records that were never reported to the catalog")
+        counters = await self._read_counters()
+        if (counters == self._counters and not sample.num_lost) or not await self._hold():
+            return sample.num_lost  # the lease's holder may die: `_counters` stays, so that the next check tries again
         try:
-            lost = sample.num_lost + await self._reconcile(facts, is_wrong=sample.num_lost > 0)
+            lost = sample.num_lost + await self._reconcile(counters, is_wrong=sample.num_lost > 0)
         finally:
             await self._release()
-        self._facts = facts
+        self._counters = counters
         return lost
 
-    async def _look_at_catalog(self) -> None:
-        """See what Redis has lost of the catalog itself, as by FLUSHALL."""
+    async def _check_catalog(self) -> None:
+        """Check whether Redis has lost parts of the catalog itself, as by FLUSHALL."""
         deadline = Deadline.after(_CALL_S, self._clock)
         await self._catalog.register_again(deadline=deadline)
         is_complete = await self._catalog.is_complete(deadline=deadline)
         self._meters.set("catalog_complete", is_complete)
         if self._was_complete and not is_complete:
-            _log.warning("the catalog is not complete any more: %s", _NEXT_STEP)
+            _log.warning("the catalog is no longer complete: %s", _NEXT_STEP)
         self._was_complete = is_complete
 
-    async def _doubt(self, why: str) -> None:
+    async def _mark_incomplete(self, why: str) -> None:
         await self._catalog.set_complete(False, deadline=Deadline.after(_CALL_S, self._clock))
         self._was_complete = False
         _log.warning("%s: %s", why, _NEXT_STEP)
 
-    async def _look_at_servers(self) -> list[ServerFacts]:
+    async def _read_counters(self) -> list[ServerCounters]:
         deadline = Deadline.after(_CALL_S, self._clock)
         servers = await self._catalog.info("server", deadline=deadline)
         stats = await self._catalog.info("stats", deadline=deadline)
         return sorted(
-            (facts_of(server, stat) for server, stat in zip(servers, stats, strict=True)), key=lambda one: one.run
+            (counters_of(server, stat) for server, stat in zip(servers, stats, strict=True)), key=lambda one: one.run_id
         )
 
-    async def _reconcile(self, facts: list[ServerFacts], *, is_wrong: bool) -> int:
+    async def _reconcile(self, counters: list[ServerCounters], *, is_wrong: bool) -> int:
+        """Walk over the hot level unless another service has done so at these `counters`; returns the lost records.
+
+        Args:
+            counters: Of the servers, now.
+            is_wrong: A sample has shown a lost record: walk in any case.
+        """
         deadline = Deadline.after(_CALL_S, self._clock)
         noted = await self._catalog.noted(_NOTE, deadline=deadline)
-        seen = self._facts if noted is None else parse_facts(noted)
-        if seen is not None and {one.run for one in facts} != {one.run for one in seen}:
-            await self._doubt("a Redis of the catalog was restarted or replaced and may lack entries")
-        if noted is not None and facts == seen and not is_wrong:  # another service has been here
+        seen = self._counters if noted is None else parse_counters(noted)
+        if seen is not None and {one.run_id for one in counters} != {one.run_id for one in seen}:
+            await self._mark_incomplete("a Redis of the catalog was restarted or replaced and may lack entries")
+        if noted is not None and counters == seen and not is_wrong:  # another service has done it
             return 0
         lost = await self.walk()
-        await self._catalog.note(_NOTE, format_facts(facts), deadline=Deadline.after(_CALL_S, self._clock))
+        await self._catalog.note(_NOTE, format_counters(counters), deadline=Deadline.after(_CALL_S, self._clock))
         self._meters.add("catalog_reconciled", lost)
         return lost
 
     async def walk(self) -> int:
-        """Look at every boundary that the catalog tells of at the hot level, of whichever namespace; returns how many
+        """Compare every boundary of the catalog's hot level, of all namespaces, with what is stored; returns how many
         records were gone.
         """
         lost = 0
         for namespace in await self._catalog.namespaces(deadline=Deadline.after(_CALL_S, self._clock)):
             if not await self._catalog.know(namespace, deadline=Deadline.after(_CALL_S, self._clock)):
-                continue  # nothing that this service could read; whoever has opened it sees to it
+                continue  # its entries cannot be read here; a service that has opened the namespace does it
             prefixes: list[PrefixHash] = []
             async for entry in self._catalog.iterate(namespace):
                 if any(entry.slices[Level.HOT]):
@@ -175,13 +184,13 @@ class Reconciler:
     async def _observe(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> int:
         if not prefixes:
             return 0
-        await self._hold()  # for as long as it takes
+        await self._hold()  # renews the lease during the walk
         return await self._catalog.observe_hot(namespace, prefixes, deadline=Deadline.after(_CALL_S, self._clock))
 
     async def _hold(self) -> bool:
         return await self._ownership.hold(_LEASE, deadline=Deadline.after(_CALL_S, self._clock))
 
     async def _release(self) -> None:
-        """So that the lease need not expire, which is what would be looked at next."""
+        """Release the lease. Left to expire, it would count in `expired_keys` and start the next reconciliation."""
         with suppress(Unavailable):
             await self._ownership.release(_LEASE, deadline=Deadline.after(_CALL_S, self._clock))

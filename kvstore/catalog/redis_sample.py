@@ -1,4 +1,4 @@
-"""Whether the catalog and the records in one Redis know of each other, seen from a few names at a time."""
+"""Cross-checks the catalog and the records in one Redis, a few names at a time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kvstore.runtime.deadline import Deadline
 __all__ = ["Sample", "Sampler"]
 
 _NAMES = 512
-"""Of these, where a boundary has 32 records, some 15 are entries."""
+"""Names that each step reads, of entries and of records. A boundary has one entry and many records."""
 _UNKNOWN_MAX = 256
-_PATIENCE_S = 40.0
-"""Whoever has just stored a record tells of it at once; a dead service's is told by whoever finishes it, by default
-after 30 s."""
+_GRACE_S = 40.0
+"""A stored record is reported at once, or, where its service died, by whoever takes over its pending entry: by default
+after 30 s (`pending_lease_s`)."""
 _CALL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was seen.
+    """What a step found, and has corrected.
 
     Attributes:
-        num_lost: Records that entries told of and that are not there. The entries are right now.
-        num_unknown: Records that nobody has told of for a while. They, and all of their boundaries, are told of now.
+        num_lost: Records that had an entry and were not there.
+        num_unknown: Records that were there, and that nobody reported within the grace period.
     """
 
     num_lost: int
@@ -39,22 +39,22 @@ class Sample:
 
 
 class Sampler:
-    """Goes round over a Redis, a step with each look; what it finds wrong stands for much that it has not seen yet.
+    """Scans a Redis again and again, one step per call. One wrong entry or record suggests many more.
 
     Args:
-        catalog: Stays the caller's.
-        patience_s: How long a record may be unknown.
-        clock: For that.
+        catalog: The caller closes it.
+        grace_s: How long a stored record may lack an entry.
+        clock: Measures the grace period, and deadlines.
     """
 
-    def __init__(self, catalog: RedisCatalog, *, patience_s: float = _PATIENCE_S, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, catalog: RedisCatalog, *, grace_s: float = _GRACE_S, clock: Clock = SYSTEM_CLOCK) -> None:
         self._catalog = catalog
-        self._patience_s = patience_s
+        self._grace_s = grace_s
         self._clock = clock
         self._unknown_since_s: dict[RecordKey, float] = {}
 
     async def look(self) -> Sample:
-        """Take the next step.
+        """Check the next names, and correct the catalog where it is wrong.
 
         Raises:
             Unavailable: Redis does not answer.
@@ -67,26 +67,27 @@ class Sampler:
         for namespace, prefixes in _by_namespace(entries).items():
             if await self._catalog.know(namespace, deadline=deadline):
                 num_lost += await self._catalog.observe_hot(namespace, prefixes, deadline=deadline)
-        return Sample(num_lost, await self._look_at_records(records, deadline))
+        return Sample(num_lost, await self._check_records(records, deadline))
 
-    async def _look_at_records(self, records: list[RecordKey], deadline: Deadline) -> int:
+    async def _check_records(self, records: list[RecordKey], deadline: Deadline) -> int:
+        """Add records without an entry once their grace period is over; returns how many."""
         now_s = self._clock.monotonic_s()
         unknown = await self._unknown([*self._unknown_since_s, *records], deadline)
         stored = await self._catalog.are_stored(unknown, deadline=deadline)
         since_s = {
             key: self._unknown_since_s.get(key, now_s) for key, there in zip(unknown, stored, strict=True) if there
         }
-        late = [key for key, at_s in since_s.items() if now_s - at_s >= self._patience_s]
+        late = [key for key, at_s in since_s.items() if now_s - at_s >= self._grace_s]
         kept = [key for key in since_s if key not in late][:_UNKNOWN_MAX]
         self._unknown_since_s = {key: since_s[key] for key in kept}
-        # any size: the look at the boundary that follows sets it right
+        # the size does not matter: `observe_hot` corrects it right after
         await self._catalog.add([Addition(key, Level.HOT, 1, 0) for key in late], deadline=deadline)
         for namespace, prefixes in _by_namespace((key.namespace, key.prefix) for key in late).items():
             await self._catalog.observe_hot(namespace, prefixes, deadline=deadline)
         return len(late)
 
     async def _unknown(self, records: Iterable[RecordKey], deadline: Deadline) -> list[RecordKey]:
-        """Those that no entry tells of, and that are not being deleted; of namespaces that can be read here."""
+        """Those without an entry that are not being deleted, of namespaces that can be read here."""
         unknown: list[RecordKey] = []
         by_namespace: dict[NamespaceId, dict[PrefixHash, set[RecordKey]]] = {}
         for key in records:

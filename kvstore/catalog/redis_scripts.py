@@ -1,8 +1,8 @@
-"""The scripts that change an entry together with the totals of its slot. Layouts: `entry.py` and below.
+"""The Lua scripts that change an entry together with the totals of its slot. Layouts: `entry.py` and below.
 
 Each takes the keys entry, totals, tombstones, which share a slot, and these arguments before its own: 1 namespace,
-2 bytes of an entry, 3 level, 4 where the level's bits begin, 5 where they end (inclusive), 6 where all bits begin,
-7 now in seconds, 8 tombstones to keep.
+2 size of an entry in bytes, 3 level, 4 first byte of the level's row of bits, 5 its last byte, 6 first byte of all
+rows of bits, 7 now in seconds, 8 tombstones to keep.
 
 Totals of a slot: a hash, field the namespace, value seven numbers of 6 bytes: entries, then boundaries, records and
 bytes of each level. A tombstone: namespace, prefix, level u8, reason u8, group u16, slice u16 (65535: all), bytes u48,
@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 _PAYLOAD_AT = 112
-"""Where a record's header tells the bytes of its payload: a striped record's value is its header alone."""
+"""Offset of the payload's size in a record's header. A striped record's value is its header alone, so its size is
+read from there."""
 
 TOMBSTONE = struct.Struct("<16s32sBBHHIHI")
 """Bytes are two fields: the low 4, the high 2."""
@@ -47,12 +48,13 @@ TOTALS = struct.Struct("<" + "IH" * TOTALS_FIELDS)
 
 @dataclass(frozen=True)
 class Script:
-    """A script and the name that the server knows it by."""
+    """A script's text."""
 
     text: str
 
     @property
     def sha(self) -> str:
+        """The SHA-1 by which EVALSHA calls it."""
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -101,7 +103,7 @@ end
 ADD = Script(
     _COMMON
     + """
--- 9: the entry as it is when it was not there; 10: bytes of its records; 11: for each record bit, sum's place, bytes
+-- 9: the entry to store if there is none; 10: bytes of its records; 11: per record: bit, offset of its sum, bytes
 local items = ARGV[11]
 if not entry then
   redis.call('SET', KEYS[1], ARGV[9])
@@ -123,13 +125,13 @@ change(0, (before == 0 and records > 0) and 1 or 0, records, bytes)
 return 1
 """
 )
-"""Tell which records of one boundary a level holds; 0: the boundary is leaving it, nothing was changed."""
+"""Add records of one boundary at a level; returns 0 if the boundary is leaving it: nothing was changed."""
 
 REMOVE = Script(
     _COMMON
     + """
--- 9: prefix; 10: for each record bit, sum's place, bytes + 1 (0: not known), its group's first and last byte, group,
--- slice, reason
+-- 9: prefix; 10: per record: bit, offset of its sum, bytes + 1 (0: not known), first and last byte of its group's bits,
+-- group, slice, reason
 if not entry then return 0 end
 local items, records, bytes = ARGV[10], 0, 0
 for at = 1, #items, 28 do
@@ -153,12 +155,12 @@ change(drop_if_empty(), boundaries, -records, -bytes)
 return records
 """
 )
-"""Tell which records of one boundary a level holds no more; returns how many it was thought to hold."""
+"""Remove records of one boundary at a level; returns how many of them it held."""
 
 START = Script(
     _COMMON
     + """
--- 9: unless used since; 10: 1 to take no notice of a pin
+-- 9: do nothing if used after this time; 10: 1 to ignore a pin
 if not entry or in_level() == 0 then return false end
 if leaving then return entry end
 if ARGV[10] ~= '1' and u32(52) > tonumber(ARGV[7]) then return false end
@@ -167,12 +169,12 @@ redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) + 2 ^ level
 return redis.call('GET', KEYS[1])
 """
 )
-"""Hide a level's records of a boundary; returns the entry, or nothing."""
+"""Hide a boundary's records at a level; returns the entry, or nothing."""
 
 FINISH = Script(
     _COMMON
     + """
--- 9: prefix; 10: reason; 11: where the level's sums begin; 12: number of groups
+-- 9: prefix; 10: reason; 11: offset of the level's sums; 12: number of groups
 if not entry or not leaving then return 0 end
 local bytes, records, first = 0, in_level(), tonumber(ARGV[11])
 for group = 0, tonumber(ARGV[12]) - 1 do bytes = bytes + number(first + 6 * group) end
@@ -184,7 +186,7 @@ change(drop_if_empty(), records > 0 and -1 or 0, -records, -bytes)
 return bytes
 """
 )
-"""Forget a level's records of a boundary that is leaving it; returns their bytes."""
+"""Remove a boundary's records at a level that it is leaving; returns their bytes."""
 
 STOP = Script(
     _COMMON
@@ -194,7 +196,7 @@ redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) - 2 ^ level
 return 1
 """
 )
-"""Show a level's records of a boundary again."""
+"""Undo `START`."""
 
 USE = Script(
     _COMMON
@@ -223,8 +225,8 @@ return 1
 OBSERVE = Script(
     _COMMON
     + f"""
--- 9: prefix; 10: reason; 11: what the names of its records begin with; 12: where the level's sums begin; then the
--- slices of each group
+-- 9: prefix; 10: reason; 11: start of its records' names; 12: offset of the level's sums; then the number of slices of
+-- each group
 if not entry or leaving then return 0 end
 local before, lost, records, bytes = in_level(), 0, 0, 0
 local first, row = tonumber(ARGV[12]), tonumber(ARGV[4])
@@ -257,6 +259,6 @@ change(drop_if_empty(), (after > 0 and 1 or 0) - (before > 0 and 1 or 0), record
 return lost
 """
 )
-"""Make a boundary's hot bits and bytes what this very server holds; returns how many records were lost."""
+"""Correct a boundary's hot bits and bytes to what this server holds; returns how many records were lost."""
 
 ALL = (ADD, REMOVE, START, FINISH, STOP, USE, PIN, OBSERVE)

@@ -1,4 +1,4 @@
-"""Slots of a Redis Cluster, and for each slot a hash tag that leads to it. Pure."""
+"""Slots of a Redis Cluster, and for each slot a hash tag that maps to it. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tag_of(slot: int) -> bytes:
 
 @cache
 def _tags() -> tuple[bytes, ...]:
-    """The lowest decimal number for each slot: some 170,000 are tried, once."""
+    """For each slot the lowest decimal number that maps to it; found by trying, once per process."""
     tags: dict[int, bytes] = {}
     for number in count():
         tag = b"%d" % number

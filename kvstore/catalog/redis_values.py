@@ -1,9 +1,9 @@
-"""What the scripts are told of records, and totals and tombstones as they write them, read back. Pure."""
+"""Encodes the arguments of the scripts, and decodes the totals and tombstones that they write. Pure."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvstore.catalog.base import Addition, LeaveReason, LevelTotals, NamespaceTotals, Removal, Tombstone
@@ -11,7 +11,7 @@ from kvstore.catalog.entry import EntryShape, Level
 from kvstore.catalog.redis_scripts import ALL_SLICES, TOMBSTONE, TOTALS
 from kvstore.model.keys import NamespaceId, PrefixHash
 
-__all__ = ["add_item", "parse_tombstone", "parse_totals", "remove_item", "sum_totals"]
+__all__ = ["add_item", "hash_items", "parse_tombstone", "parse_totals", "remove_item", "sum_totals"]
 
 _ADD_ITEM = struct.Struct("<IIIH")
 _REMOVE_ITEM = struct.Struct("<IIIHIIHHH")
@@ -19,13 +19,18 @@ _REMOVE_ITEM = struct.Struct("<IIIHIIHHH")
 Numbers = tuple[int, ...]
 
 
-def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
-    """What HGETALL tells of one slot."""
+def hash_items(reply: Any) -> Iterator[tuple[bytes, bytes]]:
+    """Fields and values of an HGETALL reply: a dict, or a flat list where the client did not convert it."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    return ((bytes(name), bytes(value)) for name, value in pairs)
+
+
+def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
+    """The totals of one slot, from its HGETALL reply."""
     parsed = {}
-    for namespace, packed in pairs:
+    for namespace, packed in hash_items(reply):
         fields = TOTALS.unpack(packed)
-        parsed[NamespaceId(bytes(namespace))] = tuple(
+        parsed[NamespaceId(namespace)] = tuple(
             low | high << 32 for low, high in zip(fields[::2], fields[1::2], strict=True)
         )
     return parsed
@@ -34,7 +39,7 @@ def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
 def sum_totals(
     slots: Iterable[Mapping[NamespaceId, Numbers]], tenants: Mapping[NamespaceId, str]
 ) -> dict[NamespaceId, NamespaceTotals]:
-    """All slots together; a namespace that holds nothing is told too."""
+    """Sums over all slots; includes registered namespaces that hold nothing."""
     sums: dict[NamespaceId, list[int]] = {namespace: [0] * (1 + 3 * len(Level)) for namespace in tenants}
     for slot in slots:
         for namespace, numbers in slot.items():
@@ -52,7 +57,7 @@ def sum_totals(
 
 
 def parse_tombstone(packed: bytes) -> Tombstone:
-    """The inverse of what the scripts write."""
+    """Decode a tombstone as the scripts write it."""
     namespace, prefix, level, reason, group, slice_, low, high, at_s = TOMBSTONE.unpack(packed)
     whole = group == ALL_SLICES
     return Tombstone(
@@ -68,13 +73,13 @@ def parse_tombstone(packed: bytes) -> Tombstone:
 
 
 def add_item(shape: EntryShape, one: Addition) -> bytes:
-    """A record as the script that adds it is told of it."""
+    """A record as an argument of the `ADD` script."""
     bit = _set_bit(*shape.bit_at(one.level, one.key.group, one.key.slice))
     return _ADD_ITEM.pack(bit, shape.sum_at(one.level, one.key.group), *_u48(one.num_bytes))
 
 
 def _set_bit(byte_at: int, bit: int) -> int:
-    """What SETBIT calls a bit: it counts a byte's from the highest."""
+    """The offset that SETBIT uses for a bit: it counts from the highest bit of a byte."""
     return byte_at * 8 + 7 - bit
 
 
@@ -83,7 +88,7 @@ def _u48(number: int) -> tuple[int, int]:
 
 
 def remove_item(shape: EntryShape, one: Removal) -> bytes:
-    """A record as the script that removes it is told of it."""
+    """A record as an argument of the `REMOVE` script."""
     group = one.key.group
     bit = _set_bit(*shape.bit_at(one.level, group, one.key.slice))
     row = shape.row_at(one.level)

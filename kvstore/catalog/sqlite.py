@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore.catalog.base import (
@@ -36,18 +37,18 @@ _TOMBSTONES = 16384
 _BATCH = 512
 _PAGE_S = 10.0
 _ENTRIES = -1
-"""The row of totals that counts entries, as boundaries."""
+"""The pseudo-level in `totals` whose `boundaries` count a namespace's entries."""
 
 
 class SqliteCatalog(Catalog):
-    """A file with a write-ahead log, used by one thread of its own, beside other processes that have it open. A power
-    failure may lose the last changes (not the file): records are found again by a reindex. A file that is damaged, or
-    of another version, is put aside, and an empty one begun, which is not complete.
+    """A SQLite file in WAL mode, used by one thread of its own; other processes may have it open too. A power failure
+    may lose the last changes, not the file; a reindex finds their records again. A file that is damaged, or of another
+    version, is renamed and replaced by an empty one, which is not complete.
 
     Args:
-        path: The file; made when it is not there.
+        path: The file; created when it does not exist.
         clock: For first and last use.
-        is_guest: Somebody else keeps the file: it is neither made nor put aside here.
+        is_guest: Another process owns the file: it is neither created nor renamed here.
 
     Raises:
         Unavailable: The file cannot be opened.
@@ -57,17 +58,18 @@ class SqliteCatalog(Catalog):
         self._clock = clock
         self._shapes: dict[NamespaceId, EntryShape] = {}
         self._tenants: dict[NamespaceId, str] = {}
-        self._file = SqliteFile(path, SCHEMA, VERSION, self._begun_anew, is_guest=is_guest)
+        self._file = SqliteFile(path, SCHEMA, VERSION, self._restore_namespaces, is_guest=is_guest)
 
     @classmethod
     async def open(cls, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> SqliteCatalog:
         """As the constructor, off the event loop."""
         return await asyncio.to_thread(cls, path, clock=clock, is_guest=is_guest)
 
-    def _begun_anew(self) -> None:
+    def _restore_namespaces(self) -> None:
+        """Register all namespaces again, in a file that was just recreated."""
         self._file.db.executemany("INSERT INTO namespaces VALUES (?, ?)", list(self._tenants.items()))
 
-    # what is asked
+    # reads
 
     async def is_complete(self, *, deadline: Deadline) -> bool:
         query = "SELECT 1 FROM facts WHERE name = 'complete'"
@@ -106,13 +108,8 @@ class SqliteCatalog(Catalog):
 
     async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         shape, after = self._shape(namespace), b""
-        query = "SELECT prefix, data FROM entries WHERE namespace = ? AND prefix > ? ORDER BY prefix LIMIT ?"
         while True:
-            last = after
-
-            def read(last: bytes = last) -> list[tuple[bytes, bytes]]:
-                return self._file.db.execute(query, (namespace, last, _BATCH)).fetchall()
-
+            read = partial(self._read_after, namespace, after, _BATCH)
             rows = await self._file.run(read, Deadline.after(_PAGE_S, self._clock))
             for prefix, data in rows:
                 yield entry_of(shape, namespace, PrefixHash(prefix), data)
@@ -122,12 +119,12 @@ class SqliteCatalog(Catalog):
 
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
         shape, after = self._shape(namespace), bytes_of_cursor(cursor)
-        query = "SELECT prefix, data FROM entries WHERE namespace = ? AND prefix > ? ORDER BY prefix LIMIT ?"
 
         def read() -> Step:
-            rows = self._file.db.execute(query, (namespace, after, count)).fetchall()
+            rows = self._read_after(namespace, after, count)
             table = EntryTable.of(shape, [data for _, data in rows])
-            return Step([prefix for prefix, _ in rows], table, rows[-1][0].hex() if len(rows) == count else None)
+            cursor = rows[-1][0].hex() if len(rows) == count else None
+            return Step([PrefixHash(prefix) for prefix, _ in rows], table, cursor)
 
         return await self._file.run(read, deadline)
 
@@ -154,10 +151,8 @@ class SqliteCatalog(Catalog):
         return await self._file.run(read, deadline)
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
-        query = (
-            'SELECT namespace, prefix, level, "group", slice, bytes, reason, at_s FROM tombstones '
-            "ORDER BY number DESC LIMIT ?"
-        )
+        columns = 'namespace, prefix, level, "group", slice, bytes, reason, at_s'
+        query = f"SELECT {columns} FROM tombstones ORDER BY number DESC LIMIT ?"
 
         def read() -> list[Tombstone]:
             return [
@@ -167,7 +162,7 @@ class SqliteCatalog(Catalog):
 
         return await self._file.run(read, deadline)
 
-    # what is told
+    # changes
 
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
         self._shapes[namespace] = EntryShape.of(layout)
@@ -197,7 +192,7 @@ class SqliteCatalog(Catalog):
         edit.fill(one.tokens, one.parent)
         is_first = edit.num_records(one.level) == 0
         if num_bytes := edit.add(one):
-            edit.used(now_s)
+            edit.mark_used(now_s)
             self._count(namespace, one.level, int(is_first), 1, num_bytes)
         self._write(namespace, prefix, bytes(edit.data))
         return True
@@ -229,7 +224,7 @@ class SqliteCatalog(Catalog):
         def write() -> None:
             for use in uses:
                 if (edit := self._edit(namespace, use.prefix)) is not None:
-                    edit.used(self._now_s(), use.hits)
+                    edit.mark_used(self._now_s(), use.hits)
                     edit.fill(use.tokens, use.parent)
                     self._write(namespace, use.prefix, bytes(edit.data))
 
@@ -354,7 +349,12 @@ class SqliteCatalog(Catalog):
     async def aclose(self) -> None:
         await self._file.aclose()
 
-    # how; on the thread
+    # helpers; they run on the file's thread
+
+    def _read_after(self, namespace: NamespaceId, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """The next entries after a prefix, in the order of prefixes: `(prefix, data)`."""
+        query = "SELECT prefix, data FROM entries WHERE namespace = ? AND prefix > ? ORDER BY prefix LIMIT ?"
+        return self._file.db.execute(query, (namespace, after, limit)).fetchall()
 
     def _read(self, namespace: NamespaceId, prefix: PrefixHash) -> bytes | None:
         query = "SELECT data FROM entries WHERE namespace = ? AND prefix = ?"

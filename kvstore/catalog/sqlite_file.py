@@ -1,4 +1,4 @@
-"""A SQLite file that one thread uses, and that is begun anew when it is damaged."""
+"""A SQLite file that one thread uses, and that is recreated when it is damaged."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _BUSY_S = 5.0
-"""Other processes may have the file open: their transactions are waited for, in the thread."""
+"""How long the thread waits for transactions of other processes that have the file open."""
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class SqliteFile:
-    """A database in write-ahead mode that holds nothing that could not be made anew: a file that turns out damaged,
-    or of another version, is put aside, and an empty one begun.
+    """A database in WAL mode whose content can be rebuilt: a file that is damaged, or of another version, is renamed
+    and replaced by an empty one.
 
     Args:
-        path: The file; made when it is not there, like its folder.
-        schema: Statements that make the tables.
+        path: The file; created when it does not exist, with its folder.
+        schema: Statements that create the tables.
         version: Of the schema, kept in the file.
-        begun_anew: Called in the thread after a damaged file was replaced while it was in use.
-        is_guest: Somebody else keeps the file: it is not made here, nor put aside, and followed when it is replaced.
+        on_recreated: Called in the thread after a damaged file was replaced while it was in use.
+        is_guest: Another process owns the file: it is neither created nor renamed here, and reopened when it was
+            replaced.
 
     Raises:
         Unavailable: The file cannot be opened.
     """
 
     def __init__(
-        self, path: Path, schema: str, version: int, begun_anew: Callable[[], None], *, is_guest: bool = False
+        self, path: Path, schema: str, version: int, on_recreated: Callable[[], None], *, is_guest: bool = False
     ) -> None:
         self._path = path
         self._schema = schema
         self._version = version
-        self._begun_anew = begun_anew
+        self._on_recreated = on_recreated
         self._is_guest = is_guest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-catalog")
         self._closed = False
@@ -58,7 +59,7 @@ class SqliteFile:
             except sqlite3.DatabaseError as error:
                 if is_guest or isinstance(error, sqlite3.OperationalError):  # no permission: not the file's fault
                     raise
-                self._put_aside(error)
+                self._rename_damaged(error)
                 self.db = self._connect()
         except (sqlite3.Error, OSError) as error:
             raise Unavailable(
@@ -85,10 +86,12 @@ class SqliteFile:
             raise
         return database
 
-    def _put_aside(self, error: sqlite3.Error) -> None:
-        """Keep the file under another name, for whoever wants to know why; one is kept."""
+    def _rename_damaged(self, error: sqlite3.Error) -> None:
+        """Keep the file as `<name>.damaged`, for investigation; only the last one is kept."""
         aside = self._path.with_name(f"{self._path.name}.damaged")
-        _log.warning("the catalog cannot be read, it is put aside and made anew path=%s error=%s", aside, error)
+        _log.warning(
+            "the catalog cannot be read; it was renamed and replaced by an empty one path=%s error=%s", aside, error
+        )
         self._path.replace(aside)
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
@@ -110,7 +113,7 @@ class SqliteFile:
         return await self.run(transaction, deadline)
 
     async def run(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Run `work` in the thread. If cancelled, it is done or not begun.
+        """Run `work` in the thread. If cancelled, it runs completely or not at all.
 
         Raises:
             Unavailable: The file cannot be used, was damaged, or the deadline came first.
@@ -129,7 +132,7 @@ class SqliteFile:
             ) from error
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        if self._is_guest and self._path.stat().st_ino != self._inode:  # it was put aside and begun anew
+        if self._is_guest and self._path.stat().st_ino != self._inode:  # the owner has replaced it
             self.db.close()
             self.db = self._connect()
         try:
@@ -138,13 +141,13 @@ class SqliteFile:
             if getattr(error, "sqlite_errorcode", None) in _DAMAGE and not self._is_guest:
                 with suppress(sqlite3.Error):
                     self.db.close()
-                self._put_aside(error)
+                self._rename_damaged(error)
                 self.db = self._connect()
-                self._begun_anew()
+                self._on_recreated()
             raise
 
     async def aclose(self) -> None:
-        """Wait for what runs and let go of the file. Idempotent."""
+        """Wait for running work and close the file. Idempotent."""
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self.db.close)

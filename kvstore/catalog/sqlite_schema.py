@@ -1,4 +1,4 @@
-"""The tables of a catalog's file."""
+"""The tables of the catalog's SQLite file."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ CREATE TABLE IF NOT EXISTS tombstones (
 );
 """
 VERSION = 1
-"""A file of another version is put aside."""
+"""A file of another version is renamed and replaced."""

@@ -1,4 +1,4 @@
-"""How much is held: by one level, by one namespace."""
+"""How much is stored: per level, per namespace."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LevelTotals:
 
     Attributes:
         num_boundaries: Boundaries with at least one record there.
-        num_records: Records.
-        num_bytes: Their bytes, headers included.
+        num_records: Their records.
+        num_bytes: Bytes of these records, headers included.
     """
 
     num_boundaries: int = 0
@@ -36,9 +36,9 @@ class NamespaceTotals:
     """What one namespace holds.
 
     Attributes:
-        tenant: Whose it is.
+        tenant: Its tenant.
         num_boundaries: Entries; one with records at both levels counts once.
-        levels: For each level.
+        levels: Totals per `Level`.
     """
 
     tenant: str = ""

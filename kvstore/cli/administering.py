@@ -1,9 +1,8 @@
-"""What verbs that ask the administration interface have in common: where it is, which token, what went wrong."""
+"""Shared by the verbs that ask the administration interface: its address, the token, the errors."""
 
 from __future__ import annotations
 
 import json
-import os
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import typer
 
+from kvstore.cli.options import AsJson, Config, TokenFile, token_of
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.service.token_file import read_token
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.tls import ClientTls
 
@@ -37,17 +36,9 @@ AdminUrl: TypeAlias = Annotated[
     str,
     typer.Option(help="http://host:port of the administration; else as admin_listen says ($KVSTORE_ADMIN_LISTEN)."),
 ]
-TokenFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        help=f"A file with the token, chmod 600; else $KVSTORE_TOKEN_FILE, or the token in ${TOKEN_VARIABLE}."
-    ),
-]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 Timeout: TypeAlias = Annotated[float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each answer.")]
-Config: TypeAlias = Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")]
 NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="Its id, or a start of it.")]
-Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without, only tell what would be done.")]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it; without, only show what would be done.")]
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _ANSWER_BYTES_MAX = 64 << 20
@@ -58,35 +49,35 @@ class AdminClient:
 
     Args:
         url: `http://host:port` or `https://host:port`.
-        token: Shown with each request, unless empty.
+        token: Sent with each request, unless empty.
         timeout_s: For each answer.
-        tls: What is believed and shown where the address is `https`.
+        tls: For an `https` address.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s
-        # a proxy of the environment is for the world outside: it knows nothing of this host
+        # no proxy: those of the environment are meant for outside addresses
         self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=tls))
 
     def get(self, *path: str, **query: object) -> Any:
-        """What a route answers; parts of the path are escaped, a query that is `None` is left out.
+        """The answer of a route. Parts of the path are escaped; a query parameter that is `None` is left out.
 
         Raises:
             InvalidRequest: The call is wrong; the message names the field.
-            Unavailable: Nobody answers, or it is refused; the message names the next step.
+            Unavailable: Nothing answers, or the call is refused; the message names the next step.
         """
         return self.call("GET", *path, query=query)
 
     def call(
         self, method: str, *path: str, query: Mapping[str, object] | None = None, body: object | None = None
     ) -> Any:
-        """As `get`, with any method; a body is sent as JSON."""
+        """Like `get`, with any method; a body is sent as JSON."""
         return json.loads(self._ask(method, "/v1/" + "/".join(map(_escaped, path)), query, body) or b"null")
 
     def text(self, path: str) -> str:
-        """What a route answers that is no JSON."""
+        """The answer of a route that is not JSON."""
         return self._ask("GET", path, None, None).decode(errors="replace")
 
     def _ask(self, method: str, path: str, query: Mapping[str, object] | None, body: object | None) -> bytes:
@@ -103,6 +94,8 @@ class AdminClient:
                 raise _refusal(error.code, error.read(_ANSWER_BYTES_MAX)) from None
         except (URLError, TimeoutError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", None) or error
+            if "WRONG_VERSION_NUMBER" in str(reason):
+                raise Unavailable(f"what answers at {self.url} does not use TLS: write http:// instead") from error
             raise Unavailable(
                 f"no administration interface answers at {self.url}: is `kvstore serve` running there, with this "
                 "admin_listen? name another one with --admin-url or KVSTORE_ADMIN_LISTEN",
@@ -119,19 +112,21 @@ def _spelled(value: object) -> object:
 
 
 def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
-    """A refusal as an error of ours, with what to do next."""
+    """An HTTP error as one of ours, with the next step."""
     try:
         problem = json.loads(content)
         detail, field = str(problem["detail"]), problem.get("field")
     except (ValueError, KeyError, TypeError):
-        return Unavailable("this is no administration interface of kvstore: name another --admin-url", status=status)
+        return Unavailable(
+            "this is not an administration interface of kvstore: name another --admin-url", status=status
+        )
     if status == 401:
         return Unavailable(
             f"{detail}: name a file with a token of this service in --token-file or KVSTORE_TOKEN_FILE, or put the "
             f"token into {TOKEN_VARIABLE}"
         )
     if status == 403:
-        return Unavailable(f"{detail}: show another token, see `kvstore --help` and docs/admin.md")
+        return Unavailable(f"{detail}: use another token, see docs/admin.md")
     if status in (413, 422):
         told = {name: problem[name] for name in ("expected", "seen") if problem.get(name) is not None}
         return InvalidRequest(f"{field}: {detail}" if field else detail, **told)
@@ -145,7 +140,7 @@ def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
 def administered(
     url: str, token_file: Path | None, timeout_s: float, config: Path | None = None
 ) -> Iterator[AdminClient]:
-    """The interface at a url, or where the settings say that it listens.
+    """The interface at a url, or else at the `admin_listen` of the settings.
 
     Raises:
         InvalidRequest: The url or the token file is wrong, or the settings turn the interface off.
@@ -155,15 +150,7 @@ def administered(
     tls = None
     if url.startswith("https:"):
         tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file).context()
-    yield AdminClient(url, _token(settings, token_file), timeout_s=timeout_s, tls=tls)
-
-
-def _token(settings: Settings, token_file: Path | None) -> str:
-    if token_file is not None:
-        return read_token(token_file)
-    if token := os.getenv(TOKEN_VARIABLE, "").strip():
-        return token
-    return read_token(settings.token_file) if settings.token_file is not None else ""
+    yield AdminClient(url, token_of(settings, token_file), timeout_s=timeout_s, tls=tls)
 
 
 def _checked(url: str) -> str:

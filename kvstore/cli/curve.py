@@ -1,4 +1,4 @@
-"""A line chart as SVG text: hit rate over budget, one line per policy. No library: a chart this small needs none."""
+"""A line chart as SVG text: hit rate over budget, one line per policy. Drawn without a library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw_curve(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> 
 
     Args:
         title: Above the chart.
-        lines: By name, points of budget (blocks, above zero) and token hit rate, ascending.
+        lines: Per policy the points: budget (in blocks, above zero) and token hit rate, by ascending budget.
     """
     budgets = sorted({budget for points in lines.values() for budget, _ in points})
     top = max((rate for points in lines.values() for _, rate in points), default=0.0)

@@ -1,4 +1,4 @@
-"""`kvstore explain`: why a request was resumed no further than it was."""
+"""`kvstore explain`: how far a request was resumed, why no further, and what to do."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.asking import AsJson, Timeout, Url, asked
+from kvstore.cli.asking import AsJson, Config, Timeout, TokenFile, Url, asked
+from kvstore.cli.tables import print_table, table_of
 
 __all__ = ["explain"]
 
 
-def explain(
+def explain(  # noqa: PLR0917 - typer makes flags of them
     request: Annotated[
         str, typer.Argument(help="vLLM's id of a request, or its start; without one the latest requests are listed.")
     ] = "",
     url: Url = "",
+    token_file: TokenFile = None,
+    config: Config = None,
     json_: AsJson = False,
     timeout_s: Timeout = 5.0,
 ) -> None:
     """Say how far a request was resumed, why no further, and what to do about it."""
-    with asked(url, timeout_s, "explain") as service:
+    with asked(url, timeout_s, "explain", token_file, config) as service:
         values = service.store.explain(request, deadline=service.deadline)
     if json_:
         typer.echo(json.dumps(values, indent=2, default=str))
@@ -35,17 +38,20 @@ def explain(
 
 
 def _list(requests: Sequence[Mapping[str, Any]], name: str) -> None:
-    table = Table(title=f"latest requests at {name}")
-    for title in ("request", "at", "prompt tokens", "resumed from", "result", "reason"):
-        table.add_column(title, justify="right" if title in ("prompt tokens", "resumed from") else "left")
+    if not requests:
+        typer.echo(f"no engine has reported a request to {name} yet; it remembers the latest ones since its start")
+        return
+    columns = ("request", "at (UTC)", "prompt", "resumed", "result", "reason")
+    table = table_of(f"latest requests at {name}, in tokens", *columns, right=("prompt", "resumed"))
     for one in requests:
         tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
-        table.add_row(one["request"], one["at"], *tokens, one["result"], one["reason"])
-    Console().print(table)
+        at = str(one["at"])[:19].replace("T", " ")
+        table.add_row(escape(one["request"]), at, *tokens, one["result"], one["reason"] or "-")
+    print_table(table)
 
 
 def _show(values: Mapping[str, Any]) -> None:
-    table = Table(show_header=False, title=f"request {values['request']}")
+    table = Table(show_header=False, title=escape(f"request {values['request']}"), title_justify="left")
     table.add_row("asked", values["at"])
     table.add_row("result", f"{values['result']}: resumed from token {values['resume_tokens']:,}")
     table.add_row("prompt", f"{values['prompt_tokens']:,} tokens, {values['cap_tokens']:,} could have been resumed")
@@ -55,9 +61,9 @@ def _show(values: Mapping[str, Any]) -> None:
         table.add_row("stopped at", f"token {values['stopped_at_tokens']:,}")
     table.add_row("why", f"{values['why']} ({values['reason'] or 'whole'})")
     for name, value in values["detail"].items():
-        table.add_row(f"  {name}", f"{value:,.4g}" if isinstance(value, float) else str(value))
+        table.add_row(f"  {name}", f"{value:,.4g}" if isinstance(value, float) else escape(str(value)))
     if values["advice"]:
         table.add_row("next", values["advice"])
     if values["namespace"]:
         table.add_row("namespace", values["namespace"])
-    Console().print(table)
+    print_table(table)

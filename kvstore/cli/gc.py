@@ -1,19 +1,19 @@
-"""`kvstore gc`: delete what serves no hit: retired weights, incomplete boundaries, what was cut off, orphans."""
+"""`kvstore gc`: delete what serves no hit: retired weights, incomplete boundaries, unfinished deletions, orphans."""
 
 from __future__ import annotations
 
 import typer
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import amounts_told, echo_json
+from kvstore.cli.shown import amounts_text, echo_json
 from kvstore.cli.watching import watched
 
 __all__ = ["gc"]
 
 _WORDS = {
     "retired": "of retired weights",
-    "incomplete": "incomplete, or standing on nothing",
-    "unfinished": "left by deletions that were cut off",
+    "incomplete": "incomplete, or without the prefix before it",
+    "unfinished": "left by interrupted deletions",
     "orphans": "unknown to the catalog",
 }
 
@@ -27,9 +27,9 @@ def gc(
     timeout_s: Timeout = 60.0,
     json_: AsJson = False,
 ) -> None:
-    """Delete what serves no hit any more, but for what pins protect. Without --yes nothing is deleted.
+    """Delete what can serve no hit any more, except what is pinned. Without --yes nothing is deleted.
 
-    It is a job of the service: Ctrl-C cancels it, and run again it goes on. A tenant's token reaches its own.
+    It runs as a job of the service: Ctrl-C cancels it; run it again to continue. A tenant's token covers its own data.
     """
     with administered(admin_url, token_file, timeout_s, config) as client:
         job = watched(client, "gc", query={"confirm": yes}, quiet=json_)
@@ -38,11 +38,11 @@ def gc(
         return
     report = job["report"]
     for kind, words in _WORDS.items():
-        typer.echo(f"{'deleted' if yes else 'would delete'}, {words}: {amounts_told(report[kind])}")
+        typer.echo(f"{'deleted' if yes else 'would delete'}, {words}: {amounts_text(report[kind])}")
     if report["num_pinned"]:
-        typer.echo(f"stays, since pins protect it: {report['num_pinned']:,} boundaries")
+        typer.echo(f"kept, pinned: {report['num_pinned']:,} boundaries")
     for namespace in report["undescribed_namespaces"]:
-        typer.echo(f"left alone, nobody describes it: namespace {namespace}")
+        typer.echo(f"skipped, without a description: namespace {namespace}")
     for note in report["notes"]:
         typer.echo(f"note: {note}")
     if not yes and any(report[kind] for kind in _WORDS):

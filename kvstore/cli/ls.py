@@ -9,13 +9,14 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text, print_table, table_of, time_text, whole_namespace
+from kvstore.cli.shown import bytes_text, echo_json, held_text, time_text, whole_namespace
+from kvstore.cli.tables import print_table, table_of
 
 __all__ = ["ls"]
 
 
 class ListOrder(Enum):
-    """In which order boundaries are listed."""
+    """The order of listed boundaries."""
 
     HITS = "hits"
     BYTES = "bytes"
@@ -32,7 +33,7 @@ def ls(
     ),
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = 50,
     pins: Annotated[bool, typer.Option("--pins", help="The namespace's pins instead.")] = False,
-    cursor: Annotated[str, typer.Option(help="next_cursor of the list before, for what comes behind it.")] = "",
+    cursor: Annotated[str, typer.Option(help="next_cursor of the previous page, for the next one.")] = "",
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
     config: Config = None,
@@ -60,13 +61,16 @@ def ls(
 
 
 def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
+    if not found["namespaces"]:
+        typer.echo(f"nothing is stored yet at {client.url}: no engine has opened a namespace")
+        return
     table = table_of(f"namespaces at {client.url}", "namespace", "tenant", "boundaries", "held", right=("boundaries",))
     for one in found["namespaces"]:
         table.add_row(
             one["namespace"], escape(one["tenant"]) or "-", f"{one['num_boundaries']:,}", held_text(one["held"])
         )
     print_table(table)
-    typer.echo(f"all together: {held_text(found['total'])}")
+    typer.echo(f"in total: {held_text(found['total'])}")
 
 
 def _show_prefixes(found: dict[str, Any]) -> None:
@@ -82,7 +86,7 @@ def _show_prefixes(found: dict[str, Any]) -> None:
         table.add_row(one["prefix"], tokens, f"{one['hits']:,}", largest, tiers, time_text(one["last_use_s"]))
     print_table(table)
     if not found["is_complete"]:
-        typer.echo("not all entries were looked at in time: some may be missing")
+        typer.echo("not all entries were read in time: some may be missing")
 
 
 def _show_pins(found: dict[str, Any]) -> None:

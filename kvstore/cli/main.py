@@ -15,15 +15,18 @@ from kvstore.errors import InvalidRequest, KVStoreError
 
 __all__ = ["app", "main"]
 
-FAILURE, USAGE = 1, 2
-# click's; taken from here because newer releases of typer carry click inside
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+# click's `UsageError`; taken from typer, since newer releases bundle click
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 _MODULES = {"unpin": "pin"}
 _VERBS = [
+    "bench",
+    "demo",
     "doctor",
     "explain",
     "gc",
+    "jobs",
     "ls",
     "migrate",
     "pin",
@@ -39,16 +42,16 @@ _VERBS = [
     "verify",
     "weights",
 ]
-"""Each is a function, or a `Typer` with verbs of its own, in the module of that name or of that in `_MODULES`."""
+"""Each is a function, or a `Typer` with verbs of its own, in the module of that name or the one in `_MODULES`."""
 
 
 class _Verbs(TyperGroup):
-    """Imports a verb when it is called or described: a probe that asks for the status every few seconds would import
-    all the others each time."""
+    """Imports a verb only when it is called or described, so that a probe that runs `kvstore status` every few seconds
+    does not import the others."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands: dict[str, Any] = dict.fromkeys(_VERBS)  # their names, for what is mistyped
+        self.commands: dict[str, Any] = dict.fromkeys(_VERBS)  # their names, to suggest one for a mistyped verb
 
     def list_commands(self, ctx: Any) -> list[str]:
         return _VERBS
@@ -67,7 +70,11 @@ class _Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    name="kvstore", cls=_Verbs, help="Keeps the KV-cache pages of inference engines.", no_args_is_help=True
+    name="kvstore",
+    cls=_Verbs,
+    help="Keeps the KV-cache pages of inference engines.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -85,9 +92,11 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for a failure, 2 for a wrong call."""
+    """Run one command; returns the exit status: 0, 1 for a failure, 2 for a wrong call, 130 interrupted."""
     try:
         result = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        if result == INTERRUPTED:  # typer returns it for Ctrl-C, without a message
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except InvalidRequest as error:
         return _complain(error, USAGE)
@@ -96,13 +105,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         if not error.format_message():  # no verb at all: typer has shown the help
             return USAGE
-        return _complain(f"{error.format_message()} (see `kvstore --help`)", USAGE)
+        return _complain(f"{error.format_message()} (see `{_called(error)} --help`)", USAGE)
     except (typer.Abort, KeyboardInterrupt):
-        return _complain("interrupted", 130)
+        return _complain("interrupted", INTERRUPTED)
     except OSError as error:
         return _complain(error, FAILURE)
-    except Exception as error:  # noqa: BLE001 - the command line's top: a bug is told in one line and asks for a report
+    except Exception as error:  # noqa: BLE001 - the command line's top: a bug is reported in one line
         return _complain(f"a bug, please report it: {type(error).__name__}: {error}", FAILURE)
+
+
+def _called(error: Any) -> str:
+    """The verb that a usage error concerns, as it is typed."""
+    names = []
+    context = error.ctx
+    while context is not None and context.parent is not None:
+        names.append(context.info_name)
+        context = context.parent
+    return " ".join(["kvstore", *reversed(names)])
 
 
 def _complain(error: object, status: int) -> int:

@@ -1,4 +1,4 @@
-"""`kvstore migrate`: take what is stored to the form that this release and its keys ask for, while services go on."""
+"""`kvstore migrate`: bring stored records under the current keys, while services keep running."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from kvstore.catalog.entry import Level
+from kvstore.cli.bars import bar_of
+from kvstore.cli.options import Config, parse_size
+from kvstore.cli.tables import print_table
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_retention import open_ownership
 from kvstore.errors import InvalidRequest
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
-from kvstore.settings import Settings, load_settings, parse_bytes
+from kvstore.settings import Settings, load_settings
 from kvstore.store.key_ledger import KeyLedger
 from kvstore.store.key_ring import KeyRing, open_key_source
 from kvstore.store.verification import ByteRate
@@ -42,16 +44,15 @@ T = TypeVar("T")
 INCOMPLETE = 3
 _LEASE_S = 30.0
 _LEFT_ALONE = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
-"""Records that are not as they should be, and are still there under their old names."""
+"""Outcomes of records that were not migrated and still exist under their old names."""
 
 migrate = typer.Typer(
     add_completion=False,
-    help="Bring stored records under the current keys: plan, run, finish. Services go on meanwhile.",
+    help="Bring stored records under the current keys: plan, run, finish. Services keep running meanwhile.",
     no_args_is_help=True,
 )
 
-Config = Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")]
-Rate = Annotated[str, typer.Option(help="Bytes a second, like 100MiB; the tiers have other users.")]
+Rate = Annotated[str, typer.Option(help="Bytes per second, like 100MiB; the tiers have other users.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 
 
@@ -66,8 +67,8 @@ async def open_runner(
     """A runner on the store of these settings.
 
     Raises:
-        InvalidRequest: No keys, or nothing that keeps a lease and a catalog.
-        Unavailable: A tier is not there, or a service has the directory.
+        InvalidRequest: No keys, or no tier that keeps the lease and the catalog.
+        Unavailable: A tier cannot be reached, or a service owns the directory.
         UnsupportedFormat: A newer release has migrated a tier.
     """
     ring = _ring(settings)
@@ -80,7 +81,7 @@ async def open_runner(
 
 @migrate.command()
 def status(config: Config = None, json_: AsJson = False) -> int:
-    """Say which migration was begun last and how far it is. Reads no record."""
+    """Show the latest migration and its progress. Reads no record."""
 
     async def ask(settings: Settings) -> State | None:
         async with open_runner(settings) as runner:
@@ -90,7 +91,7 @@ def status(config: Config = None, json_: AsJson = False) -> int:
     if json_:
         typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
     elif state is None:
-        typer.echo("no migration was ever begun")
+        typer.echo("no migration was ever started")
     else:
         _show(state)
     return 0
@@ -98,7 +99,7 @@ def status(config: Config = None, json_: AsJson = False) -> int:
 
 @migrate.command()
 def plan(config: Config = None, json_: AsJson = False) -> int:
-    """Say what a run would look at: records and bytes by tier and tenant. Changes nothing and reads no record."""
+    """Show what a run would process: records and bytes by tier and tenant. Changes nothing and reads no record."""
     settings = _settings(config)
 
     async def ask() -> list[dict[str, object]]:
@@ -118,33 +119,33 @@ def plan(config: Config = None, json_: AsJson = False) -> int:
     for row in rows:
         numbers = (f"{row[name]:,}" for name in ("namespaces", "num_records", "num_bytes", "num_copied"))
         table.add_row(escape(str(row["tier"])), escape(str(row["tenant"]) or "(none)"), *numbers)
-    Console().print(table)
+    print_table(table)
     typer.echo("next: kvstore migrate run")
     return 0
 
 
 @migrate.command()
 def run(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
-    """Give each record that is not under the current key a new one that is, beside it, and compare the two.
+    """Copy each record that is not under the current key to a new one that is, and compare the two. Removes nothing.
 
-    Ended or killed, it goes on where it was, from any node. Exit status: 0 done, 3 some records were left as they are,
-    1 a tier failed or another run goes on, 2 a wrong call, 130 interrupted.
+    After an interruption run it again, on any node: it continues. Exit status: 0 done, 3 some records were left as they
+    are, 1 a tier failed or another run is active, 2 a wrong call, 130 interrupted.
     """
     return _work(config, rate, json_, call=Runner.copy, word="copying")
 
 
 @migrate.command()
 def finish(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
-    """Copy what came since, then remove each old record whose new one is there. Then the old key can go.
+    """Copy records saved since, then remove each old record that has its new one. Then the old key can be deleted.
 
-    Exit status: as of run; 3 also when some old records were not removed.
+    Exit status: as for run; 3 also if some old records were not removed.
     """
     return _work(config, rate, json_, call=Runner.finish, word="finishing", then=_forget_keys)
 
 
 @migrate.command()
 def abort(config: Config = None, json_: AsJson = False) -> int:
-    """Forget the migration. New records that it made stay and are read; nothing is removed."""
+    """Cancel the migration. New records that it made stay and are read; nothing is removed."""
     return _work(config, "1GiB", json_, call=Runner.abort, word="aborting")
 
 
@@ -157,7 +158,7 @@ def _work(
     word: str,
     then: Callable[[Settings, State], Awaitable[None]] | None = None,
 ) -> int:
-    settings, byte_rate = _settings(config), ByteRate(_rate(rate))
+    settings, byte_rate = _settings(config), ByteRate(parse_size(rate, "rate"))
 
     async def work() -> State:
         with _bar(quiet=json_) as bar:
@@ -174,7 +175,9 @@ def _work(
 
 
 async def _forget_keys(settings: Settings, state: State) -> None:
-    """Nothing is under the earlier keys any more: nobody is warned that they are missing when they go."""
+    """Take the earlier keys off the stored list of key ids once no record needs them, so that services do not miss them
+    when they are deleted.
+    """
     if state.phase is not Phase.DONE or any(state.totals.get(name) for name in _LEFT_ALONE):
         return
     ring = _ring(settings)
@@ -189,7 +192,7 @@ async def _forget_keys(settings: Settings, state: State) -> None:
 async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, Tier]:
     if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
         raise InvalidRequest(
-            "a migration needs a Redis as hot, which keeps its lease and the catalog, or a directory as cold",
+            "a migration needs Redis as hot, which keeps its lease and the catalog, or a directory as cold",
             hot=str(settings.hot),
             cold=str(settings.cold),
         )
@@ -215,16 +218,9 @@ def _ring(settings: Settings) -> KeyRing:
     return open_key_source(settings.encryption_keys).ring
 
 
-def _rate(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise InvalidRequest(f"rate: {error}", seen=repr(text)) from error
-
-
 def _bar(*, quiet: bool) -> Bar:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    return Bar(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    return bar_of(*columns, quiet=quiet)
 
 
 def _shower(bar: Bar, word: str) -> Callable[[Progress], None]:
@@ -243,11 +239,11 @@ def _as_json(state: State) -> dict[str, object]:
 
 
 _NEXT = {
-    Phase.COPYING: "kvstore migrate run: it goes on where it was",
-    Phase.COPIED: "kvstore migrate finish: it removes the old records",
-    Phase.REMOVING: "kvstore migrate finish: it goes on where it was",
+    Phase.COPYING: "kvstore migrate run: continues where it was interrupted",
+    Phase.COPIED: "kvstore migrate finish: removes the old records",
+    Phase.REMOVING: "kvstore migrate finish: continues where it was interrupted",
     Phase.DONE: "take the earlier keys out of encryption_keys",
-    Phase.ABORTED: "kvstore migrate run begins anew",
+    Phase.ABORTED: "kvstore migrate run: starts over",
 }
 
 
@@ -257,7 +253,7 @@ def _show(state: State) -> None:
     table.add_column("how many", justify="right")
     for name, number in sorted(state.totals.items()):
         table.add_row(name, f"{number:,}")
-    Console().print(table)
+    print_table(table)
     for tenant, target in sorted(state.targets.items()):
         typer.echo(f"tenant {tenant or '(none)'}: to key {target.split(':')[0]}")
     typer.echo(f"next: {_NEXT[state.phase]}")

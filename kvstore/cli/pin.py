@@ -1,4 +1,4 @@
-"""`kvstore pin` and `kvstore unpin`: boundaries that retention leaves alone, for a time."""
+"""`kvstore pin` and `kvstore unpin`: protect a boundary from retention for a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
-from kvstore.cli.shown import echo_json, parse_duration, time_text, whole_namespace
+from kvstore.cli.shown import echo_json, parse_duration, time_text, whole_namespace, whole_prefix
 
 __all__ = ["pin", "unpin"]
 
-PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, as `kvstore ls` tells.")]
+PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, from `kvstore ls`.")]
 
 
 def pin(
@@ -25,8 +25,8 @@ def pin(
     timeout_s: Timeout = 30.0,
     json_: AsJson = False,
 ) -> None:
-    """Keep a boundary, and all before it, from retention and deletion until a time has passed."""
-    expires_in_s = parse_duration(for_, "for")
+    """Protect a boundary, and all before it, from retention and deletion for a time."""
+    prefix, expires_in_s = whole_prefix(prefix), parse_duration(for_, "for")
     with administered(admin_url, token_file, timeout_s, config) as client:
         body = {"namespace": whole_namespace(client, namespace), "prefix": prefix, "expires_in_s": expires_in_s}
         made = client.call("POST", "pins", body=body)
@@ -47,6 +47,7 @@ def unpin(
     json_: AsJson = False,
 ) -> None:
     """End a pin now."""
+    prefix = whole_prefix(prefix)
     with administered(admin_url, token_file, timeout_s, config) as client:
         whole = whole_namespace(client, namespace)
         client.call("DELETE", "pins", whole, prefix)

@@ -1,4 +1,4 @@
-"""`kvstore quota`: what tenants get of the cold tier, on all services that share it."""
+"""`kvstore quota`: tenants' shares of the cold tier, on all services that share it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, print_table, table_of
+from kvstore.cli.options import parse_size
+from kvstore.cli.shown import bytes_text, echo_json
+from kvstore.cli.tables import print_table, table_of
 from kvstore.errors import InvalidRequest
-from kvstore.settings import parse_bytes
 
 __all__ = ["quota"]
 
@@ -19,9 +20,9 @@ __all__ = ["quota"]
 def quota(
     *,
     tenant: Annotated[str, typer.Argument(help="As the credentials file names it; none: all with a quota.")] = "",
-    guaranteed: Annotated[str, typer.Option(help="Within these bytes nothing leaves for others, like 10GiB.")] = "",
-    maximum: Annotated[str, typer.Option(help="Beyond these bytes it leaves before all others, like 50GiB.")] = "",
-    remove: Annotated[bool, typer.Option("--remove", help="Let the settings count again.")] = False,
+    guaranteed: Annotated[str, typer.Option(help="Up to these bytes nothing is evicted for others, like 10GiB.")] = "",
+    maximum: Annotated[str, typer.Option(help="Beyond these bytes the tenant's own is evicted, like 50GiB.")] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove it, so that the settings apply again.")] = False,
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
     config: Config = None,
@@ -30,7 +31,7 @@ def quota(
 ) -> None:
     """Show quotas, or set or remove one tenant's while services run.
 
-    What is not given with --guaranteed or --maximum is as if there were none. It needs an operator's token.
+    An option that is not given means no guarantee, or no maximum. It needs an operator's token.
     """
     is_set = bool(guaranteed or maximum)
     if (is_set or remove) and not tenant:
@@ -41,9 +42,9 @@ def quota(
         if remove:
             client.call("DELETE", "quotas", tenant)
         if is_set:
-            body: dict[str, int] = {"guaranteed_bytes": _bytes(guaranteed or "0", "guaranteed")}
+            body: dict[str, int] = {"guaranteed_bytes": parse_size(guaranteed or "0", "guaranteed")}
             if maximum:
-                body["maximum_bytes"] = _bytes(maximum, "maximum")
+                body["maximum_bytes"] = parse_size(maximum, "maximum")
             client.call("PUT", "quotas", tenant, body=body)
         listed = client.get("quotas")["quotas"]
     if tenant:
@@ -63,10 +64,3 @@ def _show(quotas: Sequence[dict[str, Any]]) -> None:
         sizes = (bytes_text(one[name]) for name in ("guaranteed_bytes", "maximum_bytes", "used_bytes"))
         table.add_row(escape(one["tenant"]), *sizes, "an operator" if one["is_ordered"] else "the settings")
     print_table(table)
-
-
-def _bytes(text: str, name: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{name}: {error}", seen=repr(text)) from error

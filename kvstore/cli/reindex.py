@@ -1,4 +1,4 @@
-"""`kvstore reindex`: make the catalog anew from the records that the tiers hold."""
+"""`kvstore reindex`: rebuild the catalog from the records that the tiers hold."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
+from kvstore.cli.bars import bar_of
+from kvstore.cli.options import Config
 from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest
@@ -35,14 +36,15 @@ _CALL_S = 30.0
 
 
 def reindex(
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")] = None,
-    restart: Annotated[bool, typer.Option(help="Do not go on where an interrupted run ended.")] = False,
-    state: Annotated[Path | None, typer.Option(help="Folder that remembers how far it came.")] = None,
+    config: Config = None,
+    restart: Annotated[bool, typer.Option(help="Start over instead of continuing an interrupted run.")] = False,
+    state: Annotated[Path | None, typer.Option(help="Folder for the progress of interrupted runs.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> int:
-    """Make the catalog anew from the records in Redis and S3, or in the directory, while services go on.
+    """Rebuild the catalog from the records in Redis and S3, or in the directory, while services keep running.
 
-    Interrupted, it goes on where it was. Exit status: 0 done, 3 records of unknown namespaces were met, 2 a wrong call.
+    After an interruption run it again: it continues. Exit status: 0 done, 3 some records are of unknown namespaces,
+    1 a tier failed, 2 a wrong call, 130 interrupted.
     """
     settings = load_settings({}, config=config)
     locations = _locations(settings)
@@ -65,19 +67,17 @@ async def _run(
 ) -> dict[str, ReindexReport]:
     reports = {}
     async with AsyncExitStack() as stack:
-        catalog = await stack.enter_async_context(open_catalog(settings))
-        tiers = {
+        tiers = {  # first: opening the catalog would create a directory that does not exist
             level: await stack.enter_async_context(open_tier(location, settings))
             for level, location in locations.items()
         }
+        catalog = await stack.enter_async_context(open_catalog(settings))
         for level, location in locations.items():
             if remembered.is_done(level):
-                typer.echo(f"{location}: done by a run that was interrupted behind it", err=True)
+                typer.echo(f"{location}: done already, by an interrupted run", err=True)
                 continue
             if num_records := remembered.num_records(level):
-                typer.echo(
-                    f"{location}: goes on behind {num_records:,} records of a run that was interrupted", err=True
-                )
+                typer.echo(f"{location}: continues after {num_records:,} records of an interrupted run", err=True)
             with _bar(quiet=quiet) as progress:
                 reports[str(location)] = await _one(catalog, tiers, level, remembered, _shower(progress, str(location)))
             remembered.finish(level)
@@ -112,7 +112,7 @@ def _shower(progress: Progress, location: str) -> Callable[[ReindexReport], None
 
 
 class _Remembered:
-    """How far a run came, in a small file: a name for each set of tiers."""
+    """The progress of a run, in a small file; one for each set of tiers."""
 
     def __init__(self, folder: Path, locations: Locations) -> None:
         text = " ".join(str(location) for location in locations.values())
@@ -122,6 +122,7 @@ class _Remembered:
         except (OSError, ValueError):
             values = {}
         self._values: dict[str, object] = values if isinstance(values, dict) else {}
+        self._is_warned = False
 
     def is_done(self, level: Level) -> bool:
         return self._values.get(f"{level.name}_done") is True
@@ -139,14 +140,21 @@ class _Remembered:
 
     def forget(self) -> None:
         self._values = {}
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # then it was not written either
+            self._path.unlink(missing_ok=True)
 
     def _write(self, values: dict[str, object]) -> None:
         self._values |= values
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._values))
-        fresh.replace(self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text(json.dumps(self._values))
+            fresh.replace(self._path)
+        except OSError as error:  # as in a container with a read-only file system
+            if not self._is_warned:
+                self._is_warned = True
+                text = f"progress cannot be saved, name a --state folder: {self._path.parent}: {error.strerror}"
+                typer.echo(text, err=True)
 
 
 def _locations(settings: Settings) -> Locations:
@@ -159,7 +167,7 @@ def _locations(settings: Settings) -> Locations:
 
 def _bar(*, quiet: bool) -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+    return bar_of(*columns, quiet=quiet)
 
 
 def _show(name: str, report: ReindexReport) -> None:
@@ -169,8 +177,8 @@ def _show(name: str, report: ReindexReport) -> None:
     if report.num_skipped:
         typer.echo(f"  in the catalog already: {report.num_skipped:,}")
     if report.num_stale:
-        typer.echo(f"  taken off, they are not there: {report.num_stale:,}")
+        typer.echo(f"  removed from the catalog, no longer stored: {report.num_stale:,}")
     if report.num_resized:
-        typer.echo(f"  of another size than the catalog told, put right: {report.num_resized:,}")
+        typer.echo(f"  sizes corrected: {report.num_resized:,}")
     for namespace in report.unknown_namespaces:
-        typer.echo(f"  no readable manifest, left out: namespace {namespace}")
+        typer.echo(f"  skipped, without a readable manifest: namespace {namespace}")

@@ -1,4 +1,4 @@
-"""`kvstore rm`: delete a namespace, a boundary, all that goes on from one, one user's prompts, or what is unused."""
+"""`kvstore rm`: delete a namespace, one boundary, all that continue it, one user's prompts, or what is unused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import amounts_told, echo_json, parse_duration, whole_namespace
+from kvstore.cli.shown import amounts_text, echo_json, parse_duration, whole_namespace, whole_prefix
 from kvstore.cli.watching import watched
 from kvstore.errors import InvalidRequest
 
@@ -23,14 +23,15 @@ def rm(
     *,
     namespace: NamespaceArgument,
     prefix: Annotated[str, typer.Argument(help="One boundary of it; none: all of the namespace.")] = "",
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="And all that go on from it.")] = False,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="And all that continue it.")] = False,
     token_ids: Annotated[
-        Path | None, typer.Option(help="A file with token ids, as JSON: prompts that begin so; - is the input.")
+        Path | None,
+        typer.Option(help="A JSON file with token ids: prompts that begin with them; - reads standard input."),
     ] = None,
     salt_file: Annotated[
         Path | None, typer.Option(help="A file with the cache_salt of those prompts: one user's alone.")
     ] = None,
-    unused: Annotated[str, typer.Option(help="Only what was unused for so long, like 30d.")] = "",
+    unused: Annotated[str, typer.Option(help="Only what was unused for this long, like 30d.")] = "",
     yes: Yes = False,
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
@@ -38,16 +39,16 @@ def rm(
     timeout_s: Timeout = 60.0,
     json_: AsJson = False,
 ) -> None:
-    """Delete stored boundaries from every tier, but for what pins protect. Without --yes nothing is deleted.
+    """Delete stored boundaries from every tier, except pinned ones. Without --yes nothing is deleted.
 
-    Deletion of more than one boundary is a job of the service: Ctrl-C cancels it, and run again it goes on.
+    Deleting more than one boundary runs as a job of the service: Ctrl-C cancels it; run it again to continue.
     """
     is_one = bool(prefix) and not recursive
     if is_one and (token_ids or salt_file or unused):
-        raise InvalidRequest("one boundary is deleted as it is: leave the other options out, or add --recursive")
+        raise InvalidRequest("these options need more than one boundary: leave them out, or add --recursive")
     if recursive and not prefix:
-        raise InvalidRequest("--recursive is about a boundary: name it behind the namespace")
-    body: dict[str, object] = {} if not prefix else {"prefix": prefix}
+        raise InvalidRequest("--recursive needs a boundary: name it after the namespace")
+    body: dict[str, object] = {} if not prefix else {"prefix": whole_prefix(prefix)}
     if token_ids is not None:
         body["token_ids"] = _read_token_ids(token_ids)
     if salt_file is not None:
@@ -59,16 +60,16 @@ def rm(
         if is_one:
             path = ("prefixes", str(body["namespace"]), prefix)
             report = client.call("DELETE", *path, query={"confirm": yes})
-            told: object = report
+            answer: object = report
         else:
-            told = job = watched(client, "deletions", query={"confirm": yes}, body=body, quiet=json_)
+            answer = job = watched(client, "deletions", query={"confirm": yes}, body=body, quiet=json_)
             report = job["report"]
     if json_:
-        echo_json(told)
+        echo_json(answer)
         return
-    typer.echo(f"{'deleted' if yes else 'would delete'}: {amounts_told(report['by_tier'])}")
+    typer.echo(f"{'deleted' if yes else 'would delete'}: {amounts_text(report['by_tier'])}")
     if report["num_pinned"]:
-        typer.echo(f"stays, since pins protect it: {report['num_pinned']:,} boundaries")
+        typer.echo(f"kept, pinned: {report['num_pinned']:,} boundaries")
     if not yes and report["by_tier"]:
         typer.echo("nothing was deleted: add --yes to do it")
 
@@ -77,7 +78,9 @@ def _read(path: Path) -> str:
     try:
         return sys.stdin.read() if path == _STDIN else path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest("cannot read the file", path=path, error=error) from error
+        raise InvalidRequest(
+            "cannot read the file", path=path, error=getattr(error, "strerror", None) or error
+        ) from error
 
 
 def _read_token_ids(path: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""`kvstore serve`: run a service in the foreground. Its flags are the settings, one each."""
+"""`kvstore serve`: run a service in the foreground, with one flag per setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from kvstore.cli.readiness import notify_ready
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.main import serve_settings
 from kvstore.service.server import Server
@@ -18,7 +20,7 @@ __all__ = ["serve"]
 
 
 def serve(config: Path | None = None, **flags: Any) -> None:
-    """Run a store service until Ctrl-C or SIGTERM. Flags win over KVSTORE_... variables, these over the file."""
+    """Run a store service until Ctrl-C or SIGTERM. Flags override KVSTORE_... variables, which override the file."""
     log_to_stderr()
     serve_settings(load_settings(flags, config=config), on_ready=_say_ready)
 
@@ -27,10 +29,11 @@ def _say_ready(server: Server) -> None:
     console = Console(stderr=True, soft_wrap=True)
     for address in server.addresses:
         console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
+    notify_ready(f"serves engines at {', '.join(map(str, server.addresses))}")
 
 
 def _described() -> dict[str, str]:
-    """Help of each setting: its entry under `Attributes` of `Settings`, the only place that describes it."""
+    """The help of each setting: its entry under `Attributes` in the docstring of `Settings`."""
     entries: dict[str, str] = {}
     name = ""
     for line in (inspect.getdoc(Settings) or "").partition("Attributes:")[2].splitlines():
@@ -52,7 +55,7 @@ def _signature() -> inspect.Signature:
     helps = _described()
     config = _parameter("config", Path | None, "--config", help="TOML file with settings; else $KVSTORE_CONFIG.")
     settings = [
-        _parameter(name, str | None, "--" + name.replace("_", "-"), metavar="VALUE", help=helps.get(name, ""))
+        _parameter(name, str | None, "--" + name.replace("_", "-"), metavar="VALUE", help=escape(helps.get(name, "")))
         for name in Settings.model_fields
     ]
     return inspect.Signature([config, *settings])

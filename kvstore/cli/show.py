@@ -1,15 +1,16 @@
-"""`kvstore show`: one namespace with its description, or one boundary with its records and its place among others."""
+"""`kvstore show`: one namespace with its description, or one boundary with its records, parents and children."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text, print_table, table_of, time_text, whole_namespace
+from kvstore.cli.shown import bytes_text, echo_json, held_text, time_text, whole_namespace, whole_prefix
+from kvstore.cli.tables import print_table, table_of
+from kvstore.model.namespace import flat_fields
 
 __all__ = ["show"]
 
@@ -19,14 +20,15 @@ _FAMILY_SHOWN = 8
 def show(
     *,
     namespace: NamespaceArgument,
-    prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, as `kvstore ls` tells.")] = "",
+    prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, from `kvstore ls`.")] = "",
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
     config: Config = None,
     timeout_s: Timeout = 30.0,
     json_: AsJson = False,
 ) -> None:
-    """Show one namespace with all fields that make it this one, or one of its boundaries."""
+    """Show one namespace with all fields of its description, or one of its boundaries."""
+    prefix = whole_prefix(prefix) if prefix else ""
     with administered(admin_url, token_file, timeout_s, config) as client:
         whole = whole_namespace(client, namespace)
         found = client.get("prefixes", whole, prefix) if prefix else client.get("namespaces", whole)
@@ -45,22 +47,11 @@ def _show_namespace(found: dict[str, Any]) -> None:
     table.add_row("held", held_text(found["held"]))
     if found["is_retired"]:
         table.add_row("retired", "its weights are retired: nothing of it is served")
-    for name, value in _flat(found["description"] or {}):
-        table.add_row(escape(name), escape(value))
+    for name, value in flat_fields(found["description"] or {}):
+        table.add_row(escape(name), escape(str(value)))
     print_table(table)
     if found["description"] is None:
-        typer.echo("its description is nowhere: an engine that opens it writes it again")
-
-
-def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            yield from _flat(item, f"{path}[{index}]")
-    else:
-        yield path, str(value)
+        typer.echo("its description is lost: an engine that opens the namespace writes it again")
 
 
 def _show_prefix(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How numbers, times, tiers and names are spelled in tables, and read from arguments."""
+"""Formats numbers, times, tiers and names for tables, and parses arguments."""
 
 from __future__ import annotations
 
@@ -6,60 +6,37 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kvstore.cli.administering import AdminClient
 from kvstore.errors import InvalidRequest
 
+if TYPE_CHECKING:  # `status`, which probes run every few seconds, needs none of it
+    from kvstore.cli.administering import AdminClient
+
 __all__ = [
-    "amounts_told",
+    "amounts_text",
     "bytes_text",
-    "console_of",
     "echo_json",
     "held_text",
     "parse_duration",
-    "print_table",
-    "table_of",
     "time_text",
     "whole_namespace",
+    "whole_prefix",
 ]
 
-_WIDTH_MIN = 160
-_DURATION = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _LISTED_MAX = 1000
 
 
 def echo_json(value: object) -> None:
-    """One JSON object, for programs."""
+    """Print one JSON object, for programs."""
     typer.echo(json.dumps(value, indent=2))
 
 
-def table_of(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table whose cells are folded, not cut: names are there to be copied."""
-    table = Table(title=escape(title), title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def console_of() -> Console:
-    """The terminal, or something wide enough for all columns where there is none."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _WIDTH_MIN))
-
-
-def print_table(table: Table) -> None:
-    """On `console_of`."""
-    console_of().print(table)
-
-
 def bytes_text(num_bytes: float | None) -> str:
-    """With a unit: `1.5 GiB`."""
+    """A size with a unit, like `1.5 GiB`; `-` for `None`."""
     if num_bytes is None:
         return "-"
     size = float(num_bytes)
@@ -71,13 +48,13 @@ def bytes_text(num_bytes: float | None) -> str:
 
 
 def held_text(held: Mapping[str, Any]) -> str:
-    """What tiers hold: `redis 1.5 GiB, s3 2.0 GiB`; from amounts or plain bytes."""
+    """What tiers hold, like `redis 1.5 GiB, s3 2.0 GiB`; from amounts or plain bytes."""
     sizes = {tier: one["num_bytes"] if isinstance(one, Mapping) else one for tier, one in held.items()}
     return ", ".join(f"{tier} {bytes_text(size)}" for tier, size in sizes.items() if size) or "-"
 
 
 def time_text(seconds: int | None) -> str:
-    """A time of the interface, in UTC; `-` where there is none."""
+    """A time in UTC; `-` for none or 0."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
 
 
@@ -85,19 +62,19 @@ def parse_duration(text: str, name: str) -> int:
     """Seconds, from text like `90s`, `12h`, `7d`.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: It is not a duration.
     """
-    match = re.fullmatch(r"\s*([1-9]\d{0,8})\s*([smhdw]?)\s*", text)
+    match = re.fullmatch(r"\s*([1-9]\d{0,8})\s*([smhdw])\s*", text)
     if match is None:
-        raise InvalidRequest("expected a time like 90s, 15m, 12h, 7d or 2w", field=name, seen=repr(text))
+        raise InvalidRequest("expected a time with its unit, like 90s, 15m, 12h, 7d or 2w", field=name, seen=repr(text))
     return int(match[1]) * _DURATION[match[2]]
 
 
 def whole_namespace(client: AdminClient, text: str) -> str:
-    """A namespace by its id, or by a start of it that no other one has.
+    """The id of a namespace, from its id or a unique start of it.
 
     Raises:
-        InvalidRequest: There is none, or several.
+        InvalidRequest: No namespace, or several, match.
     """
     if re.fullmatch("[0-9a-f]{32}", text):
         return text
@@ -115,8 +92,21 @@ def whole_namespace(client: AdminClient, text: str) -> str:
     return found[0]
 
 
-def amounts_told(by_tier: Mapping[str, Any]) -> str:
-    """What tiers hold, in words."""
+def whole_prefix(text: str) -> str:
+    """Return a boundary's prefix hash as it was given.
+
+    Raises:
+        InvalidRequest: It is not 64 hex digits.
+    """
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise InvalidRequest(
+            "a boundary is 64 hex digits, all of them: see `kvstore ls NAMESPACE`", field="prefix", seen=repr(text)
+        )
+    return text
+
+
+def amounts_text(by_tier: Mapping[str, Any]) -> str:
+    """Boundaries, records and bytes per tier."""
     return (
         ", ".join(
             f"{one['num_boundaries']:,} boundaries in {tier} ({one['num_records']:,} records, "

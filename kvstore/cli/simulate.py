@@ -1,4 +1,4 @@
-"""`kvstore simulate`: what a budget would hit, by replaying a trace of prompts with the store's own code."""
+"""`kvstore simulate`: hit rates of budgets and policies, by replaying a trace of prompts with the store's own code."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvstore.cli.bars import bar_of
 from kvstore.cli.curve import draw_curve
+from kvstore.cli.tables import print_table
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import AUTO, CANDIDATES
 from kvstore.eviction.replay import CLAIRVOYANT, ReplayPlan, ReplayResult, check_policy, replay
 from kvstore.eviction.trace import TracedPrompt, read_trace
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 
 __all__ = ["simulate"]
 
 _ALONE_MAX = 40_000
-"""Prompts to replay, over all plans, beyond which further processes are worth their start."""
+"""Prompts to replay, over all plans, beyond which starting more processes pays off."""
 _BUDGETS = "1000,3000,10000,30000,50000"
 _POLICIES = ",".join([*(candidate.name for candidate in CANDIDATES), AUTO, CLAIRVOYANT])
 
@@ -34,13 +35,13 @@ def simulate(  # noqa: PLR0917 - typer makes flags of them
     trace: Annotated[Path, typer.Argument(help="Prompts in Mooncake's format, .jsonl or .jsonl.gz.")],
     budget_blocks: Annotated[str, typer.Option(help="Budgets to try, in blocks.")] = _BUDGETS,
     policy: Annotated[
-        str, typer.Option(help="Policies to try: a policy, or policy+admission; auto; clairvoyant is a bound.")
+        str, typer.Option(help="Policies to try: a policy, or policy+admission; auto; clairvoyant is an upper bound.")
     ] = _POLICIES,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block in the trace.")] = 512,
     block_bytes: Annotated[str, typer.Option(help="Stored bytes of a block; 64MiB is an 8B model in bf16.")] = "64MiB",
     block_records: Annotated[int, typer.Option(min=1, help="Records of a block: requests to put or get it.")] = 16,
-    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="What is unused for so long leaves.")] = None,
-    curve: Annotated[Path | None, typer.Option(help="Write hit rate over budget as an SVG picture.")] = None,
+    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="What is unused for longer is evicted.")] = None,
+    curve: Annotated[Path | None, typer.Option(help="Write hit rate over budget as an SVG chart.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Replay a trace: token hit rate, bytes written and S3 requests for each policy and budget."""
@@ -92,7 +93,7 @@ def _budgets(text: str) -> list[int]:
 def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[dict[str, object]]:
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     num_prompts = len(prompts) * len(plans)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with bar_of(*columns) as progress:
         bar = progress.add_task("replaying", total=num_prompts)
         if num_prompts > _ALONE_MAX:
             return _run_in_processes(prompts, plans, lambda: progress.advance(bar, len(prompts)))
@@ -106,7 +107,7 @@ def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[d
 def _run_in_processes(
     prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan], on_done: Callable[[], None]
 ) -> list[dict[str, object]]:
-    """One process for each processor: the plans have nothing to do with each other."""
+    """Run the plans, which are independent, in one process per processor."""
     num_processes = min(len(plans), len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = {
@@ -156,7 +157,7 @@ def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, object]]) ->
             f"{_number(row['bytes_written']) / (1 << 30):,.0f}",
             f"{_number(row['s3_requests']) / 1e6:,.2f}",
         )
-    Console().print(table)
+    print_table(table)
 
 
 def _number(value: object) -> float:

@@ -1,4 +1,4 @@
-"""`kvstore top`: a service as it works: lookups and hits, tiers, who holds how much, latest requests, running jobs."""
+"""`kvstore top`: a live view of a service: lookups and hits, tiers, largest namespaces, latest requests, jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, console_of, echo_json, held_text
+from kvstore.cli.shown import bytes_text, echo_json, held_text
+from kvstore.cli.tables import console_of, table_of
 from kvstore.errors import Unavailable
 
 __all__ = ["top"]
@@ -28,7 +29,7 @@ _COUNTED = ("lookups", "lookup_hits", "served_records", "served_bytes", "saves",
 def top(
     *,
     once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.2, max=60, help="Seconds between two looks.")] = 2.0,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, max=60, help="Seconds between updates.")] = 2.0,
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
     config: Config = None,
@@ -37,7 +38,7 @@ def top(
 ) -> None:
     """Show a running service live: hits, tiers, namespaces, requests and jobs. Ctrl-C ends it.
 
-    Counters need an operator's token; a tenant's shows what is its own.
+    Counters need an operator's token; a tenant's token shows that tenant's own data.
     """
     with administered(admin_url, token_file, timeout_s, config) as client:
         seen = _look(client)
@@ -58,7 +59,7 @@ def _live(client: AdminClient, console: Console, seen: Mapping[str, Any], interv
                 time.sleep(interval_s)
                 try:
                     seen = _look(client)
-                except Unavailable as error:  # it may come back: say so, and go on
+                except Unavailable as error:  # it may come back: show the error, and continue
                     live.update(
                         f"{escape(str(error))}\n(asked again every {interval_s:g} s, Ctrl-C ends)", refresh=True
                     )
@@ -71,7 +72,7 @@ def _live(client: AdminClient, console: Console, seen: Mapping[str, Any], interv
 
 
 def _look(client: AdminClient) -> dict[str, Any]:
-    """All there is to show, as one object."""
+    """Everything to show, as one object."""
     tiers = client.get("tiers")["tiers"]
     seen: dict[str, Any] = {"tiers": tiers, "counters": _counters(client)}
     try:
@@ -90,7 +91,7 @@ def _size(namespace: Mapping[str, Any]) -> int:
 
 
 def _counters(client: AdminClient) -> dict[str, float] | None:
-    """Sums over all labels; `None`: the token may not see them."""
+    """Counters, summed over all labels; `None`: they cannot be read, as with a tenant's token."""
     try:
         text = client.text("/metrics")
     except Unavailable:
@@ -151,7 +152,7 @@ def _span(seconds: float) -> str:
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
-    table = Table("tier", "state", "records", "used", "of", "waiting", "own", title="tiers", title_justify="left")
+    table = table_of("tiers", "tier", "state", "records", "used", "of", "waiting", "of the store")
     for one in tiers:
         usage = one["usage"] or {}
         state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{one['breaker']}: does not answer[/]"
@@ -171,7 +172,7 @@ def _tiers(tiers: list[dict[str, Any]]) -> Table:
 
 
 def _namespaces(seen: Mapping[str, Any]) -> Table:
-    table = Table("namespace", "tenant", "boundaries", "held", title="largest namespaces", title_justify="left")
+    table = table_of("largest namespaces", "namespace", "tenant", "boundaries", "held")
     for one in seen["namespaces"]:
         row = (one["namespace"], escape(one["tenant"]) or "-", f"{one['num_boundaries']:,}", held_text(one["held"]))
         table.add_row(*row)
@@ -181,7 +182,7 @@ def _namespaces(seen: Mapping[str, Any]) -> Table:
 
 def _requests(requests: list[dict[str, Any]]) -> Table:
     columns = ("request", "prompt tokens", "resumed from", "result", "why no further")
-    table = Table(*columns, title="latest requests", title_justify="left")
+    table = table_of("latest requests", *columns)
     for one in requests:
         tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
         table.add_row(escape(one["request"]), *tokens, one["result"], one["reason"] or "-")

@@ -1,4 +1,4 @@
-"""`kvstore verify`: check every record of a tier, put aside what is bad, report."""
+"""`kvstore verify`: verify every record of a tier, quarantine corrupt ones, report."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from kvstore.cli.bars import bar_of
+from kvstore.cli.options import Config, parse_size
 from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.settings import Settings, load_settings, parse_bytes
+from kvstore.settings import Settings, load_settings
 from kvstore.store.verification import ByteRate, Findings, count_records, verify_tier
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, parse_cold, parse_hot
@@ -33,19 +33,19 @@ def verify(
     tier: Annotated[
         str, typer.Argument(help="hot or cold, as the settings name them, or a location like s3://bucket/prefix.")
     ] = "cold",
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; else $KVSTORE_CONFIG.")] = None,
-    rate: Annotated[str, typer.Option(help="Bytes a second, like 100MiB; the tier has other users.")] = "100MiB",
+    config: Config = None,
+    rate: Annotated[str, typer.Option(help="Bytes per second, like 100MiB; the tier has other users.")] = "100MiB",
     namespace: Annotated[str, typer.Option(help="Records of this namespace only, 32 hex digits.")] = "",
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> int:
-    """Check every record of a tier against its checksums and put aside what is bad.
+    """Verify every record of a tier against its checksums and quarantine corrupt ones.
 
-    Exit status: 0 all whole, 3 bad records were found and put aside, 1 not everything could be read, 2 a wrong call.
+    Exit status: 0 all whole, 3 corrupt records were found, 1 not everything could be read, 2 a wrong call.
     """
     settings = load_settings({}, config=config)
     location = _location(tier, settings)
-    byte_rate, only = ByteRate(_rate(rate)), _namespace(namespace)
-    logging.getLogger("kvstore").setLevel(logging.ERROR)  # what is put aside stands in the report
+    byte_rate, only = ByteRate(parse_size(rate, "rate")), _namespace(namespace)
+    logging.getLogger("kvstore").setLevel(logging.ERROR)  # quarantined records are listed in the report
     started_s = SYSTEM_CLOCK.monotonic_s()
 
     async def run() -> Findings:
@@ -68,7 +68,7 @@ async def _walk(tier: Tier, namespace: NamespaceId | None, rate: ByteRate, progr
     progress.update(bar, total=num_bytes)
 
     def tell(findings: Findings) -> None:
-        text = f"{findings.num_records:,} of {num_records:,} records, {findings.num_bad:,} bad"
+        text = f"{findings.num_records:,} of {num_records:,} records, {findings.num_bad:,} corrupt"
         progress.update(bar, description=text, completed=findings.num_bytes)
 
     return await verify_tier(tier, namespace=namespace, rate=rate, progress=tell)
@@ -76,7 +76,7 @@ async def _walk(tier: Tier, namespace: NamespaceId | None, rate: ByteRate, progr
 
 def _bar(*, quiet: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=quiet)
+    return bar_of(*columns, TimeRemainingColumn(), quiet=quiet)
 
 
 def _show(location: str, findings: Findings, seconds: float) -> None:
@@ -84,11 +84,11 @@ def _show(location: str, findings: Findings, seconds: float) -> None:
     size = f"{findings.num_bytes:,} bytes in {seconds:.1f} s"
     say(f"{location}: {findings.num_records:,} records, {findings.num_whole:,} whole ({size})")
     for bad in findings.bad:
-        say(f"bad, put aside: {bad.name} ({bad.num_bytes:,} bytes): {bad.reason}")
+        say(f"corrupt, quarantined: {bad.name} ({bad.num_bytes:,} bytes): {bad.reason}")
     for name in findings.unread:
         say(f"could not be read: {name}")
     if findings.num_gone:
-        say(f"gone meanwhile: {findings.num_gone:,}")
+        say(f"deleted meanwhile: {findings.num_gone:,}")
     if more := findings.num_bad - len(findings.bad) + findings.num_unread - len(findings.unread):
         say(f"and {more:,} more")
 
@@ -100,17 +100,15 @@ def _location(text: str, settings: Settings) -> HotLocation | ColdLocation:
     elif text == "cold":
         location = settings.cold
     else:
+        if ":" not in text:
+            raise InvalidRequest("expected hot, cold or a location like s3://bucket/prefix", seen=repr(text))
         location = parse_hot(text) if text.startswith("redis") else parse_cold(text)
     if isinstance(location, NoTier):
-        raise InvalidRequest("there is no such tier: name hot, cold or a location", seen=repr(text))
+        raise InvalidRequest(
+            "the settings here name no such tier: run this with the service's (--config, KVSTORE_HOT, KVSTORE_COLD)",
+            seen=repr(text),
+        )
     return location
-
-
-def _rate(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise InvalidRequest(f"rate: {error}", seen=repr(text)) from error
 
 
 def _namespace(text: str) -> NamespaceId | None:

@@ -1,4 +1,4 @@
-"""A job of the service, watched until it has ended: with a bar, and Ctrl-C cancels it."""
+"""Waits for a job of the service, with a progress bar; Ctrl-C cancels the job."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.cli.administering import AdminClient
+from kvstore.cli.bars import bar_of
 from kvstore.errors import Unavailable
 
 __all__ = ["watched"]
@@ -26,21 +26,21 @@ def watched(
     body: object | None = None,
     quiet: bool,
 ) -> Mapping[str, Any]:
-    """A job when it is done.
+    """Start a job and return it once it is done.
 
     Args:
-        client: Whom to ask.
-        route: What starts it.
-        query: Of that call.
-        body: Likewise.
-        quiet: Without a bar.
+        client: The service.
+        route: The route that starts the job.
+        query: Query of that call.
+        body: Body of that call.
+        quiet: Show no bar.
 
     Raises:
-        Unavailable: It failed, or somebody cancelled it.
-        KeyboardInterrupt: Of whoever watches; the job has been cancelled then, and what it did is said.
+        Unavailable: The job failed or was cancelled by somebody else.
+        KeyboardInterrupt: Ctrl-C; the job was cancelled, and what it did is printed.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"))
-    bars = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=quiet)
+    bars = bar_of(*columns, TimeElapsedColumn(), quiet=quiet)
     job: Mapping[str, Any] | None = None
     try:
         job = started = client.call("POST", route, query=query, body=body)
@@ -60,8 +60,8 @@ def watched(
         ended = client.call("DELETE", "jobs", job["job"])
         progress = ended["progress"]
         state = "cancelled" if ended["state"] == "cancelled" else f"had ended: {ended['state']}"
-        typer.echo(f"job {job['job']} {state}, {progress['done']:,} {progress['unit']} were done", err=True)
+        typer.echo(f"job {job['job']} {state}, after {progress['done']:,} {progress['unit']}", err=True)
         raise
     if job["state"] != "done":
-        raise Unavailable(f"the job {job['state']}: {job['error'] or 'somebody ended it'}; run it again to go on")
+        raise Unavailable(f"the job {job['state']}: {job['error'] or 'somebody ended it'}; run it again to continue")
     return job

@@ -1,4 +1,4 @@
-"""`kvstore weights`: which weights pages were computed with; retire old ones on all services at once."""
+"""`kvstore weights`: list the weights that pages were computed with; retire old ones on all services at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import echo_json, held_text, print_table, table_of, time_text
+from kvstore.cli.shown import echo_json, held_text, time_text
+from kvstore.cli.tables import print_table, table_of
 
 __all__ = ["weights"]
 
 weights = typer.Typer(
     add_completion=False,
-    help="List weights with what was computed with them; retire old ones on all services at once.",
+    help="List weights and what is stored of them; retire old ones on all services at once.",
     no_args_is_help=True,
 )
 
-WeightsArgument = Annotated[str, typer.Argument(help="As `kvstore weights list` tells it.")]
+WeightsArgument = Annotated[str, typer.Argument(help="As `kvstore weights list` shows it.")]
 
 
 @weights.command("list")
@@ -32,7 +33,7 @@ def list_weights(
     timeout_s: Timeout = 60.0,
     json_: AsJson = False,
 ) -> None:
-    """List weights with what was computed with them."""
+    """List weights and what is stored of them."""
     with administered(admin_url, token_file, timeout_s, config) as client:
         found = client.get("weights")
     if json_:
@@ -40,7 +41,7 @@ def list_weights(
         return
     _show(found["weights"])
     if not found["is_complete"]:
-        typer.echo("some namespaces are not described anywhere, and not told of here")
+        typer.echo("some namespaces have no description and are not listed here")
 
 
 @weights.command()
@@ -54,7 +55,7 @@ def retire(
     timeout_s: Timeout = 60.0,
     json_: AsJson = False,
 ) -> None:
-    """Make all that was computed with some weights unreachable on every service; `kvstore gc` then deletes it."""
+    """Make everything computed with these weights unreachable on every service; `kvstore gc` then deletes it."""
     _change("POST", weights_id, admin_url, token_file, config, timeout_s=timeout_s, yes=yes, as_json=json_)
 
 
@@ -69,7 +70,7 @@ def restore(
     timeout_s: Timeout = 60.0,
     json_: AsJson = False,
 ) -> None:
-    """Take a retirement back: what has not been deleted meanwhile is served again."""
+    """Undo a retirement: what has not been deleted meanwhile is served again."""
     _change("DELETE", weights_id, admin_url, token_file, config, timeout_s=timeout_s, yes=yes, as_json=json_)
 
 
@@ -94,7 +95,7 @@ def _change(
     if not yes:
         typer.echo("nothing was changed: add --yes to do it")
     elif method == "POST":
-        typer.echo("retired: every service follows within seconds; `kvstore gc` deletes it")
+        typer.echo("retired: every service applies it within seconds; next: kvstore gc")
 
 
 def _show(listed: Sequence[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.affinity import leave_pinned_core
+from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.deadline import Deadline
 
 __all__ = ["BlockingStore"]
@@ -35,14 +36,14 @@ _CLOSE_S = 3.0
 class BlockingStore:
     """Every call of `PageStore` twice: `submit_x` returns a future at once, `x` waits, never past its deadline.
 
-    Futures fail as `PageStore` does; cancelling one cancels its call. Callbacks of futures, `progress`, `allocate` run
-    on the loop's thread: they must be quick, and calls of this object from them that would wait are refused.
+    Futures fail as `PageStore` does; cancelling one cancels its call. Callbacks of futures, `progress` and `allocate`
+    run on the loop's thread: they must be quick, and may not make calls of this object that wait (these are refused).
 
-    A process that is forked while this exists must not use it (it gets `Closed`); it holds none of the connections,
-    so the service sees the end of the process that made them.
+    A forked child must not use its parent's object (it gets `Closed`). It holds none of the connections, so that the
+    service notices when the parent ends.
 
     Args:
-        url, token, options, embedded: As for `connect`: neither blocks nor fails when no service is there.
+        url, token, options, embedded: As for `connect`, which neither blocks nor fails when there is no service.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class BlockingStore:
         self._lock = threading.Lock()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._loop.set_exception_handler(on_loose_exception)
         self._thread = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
         self._thread.start()
         self._loop.call_soon_threadsafe(self._store.start)
@@ -66,13 +68,13 @@ class BlockingStore:
 
     @property
     def url(self) -> str:
-        """What it was told to connect to."""
+        """The url that it was made with."""
         return self._store.url
 
     # calls
 
     def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
-        """Run `work(store)` on the loop's thread: several calls as one task.
+        """Run `work(store)` on the loop's thread, e.g. several calls as one task.
 
         Raises:
             Closed: The client is closed, or belongs to another process.
@@ -121,7 +123,7 @@ class BlockingStore:
         deadline: Deadline,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Future[Record]:
-        """If the future is cancelled, the buffer may be written until the loop's thread has seen it: drop it."""
+        """If the future is cancelled, the buffer may still be written until the loop notices: do not reuse it."""
         return self._submit(lambda: self._store.load(lease, key, deadline=deadline, allocate=allocate))
 
     def load(
@@ -132,6 +134,7 @@ class BlockingStore:
         deadline: Deadline,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
+        """See `PageStore.load`. If it raises, the buffer may still be written for a moment: drop it."""
         return self._wait(self.submit_load(lease, key, deadline=deadline, allocate=allocate), deadline)
 
     def submit_save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> Future[SaveOutcome]:
@@ -165,7 +168,7 @@ class BlockingStore:
     def _submit(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Future[Value]:
         if os.getpid() != self._pid:
             raise Closed("this store belongs to another process: make one after the fork", pid=self._pid)
-        with self._lock:  # between a check and the call nobody closes the loop
+        with self._lock:  # so that nobody closes the loop between the check and the call
             if self._closed:
                 raise Closed("the client is closed")
             return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)
@@ -183,7 +186,7 @@ class BlockingStore:
             future.cancel()
             raise InvalidRequest("a call that waits was made from the client's own thread: use submit_... there")
         try:
-            # the call ends itself at the deadline; the rest is for a loop whose thread gets no processor
+            # the call ends by itself at the deadline; the margin is for a loop whose thread is not scheduled
             return future.result(deadline.remaining_s + _LATE_S)
         except FutureTimeout:
             future.cancel()
@@ -192,7 +195,7 @@ class BlockingStore:
             raise Closed("the client was closed during the call") from None
 
     def _run(self) -> None:
-        leave_pinned_core()  # and with it all that is started from this thread, an embedded service too
+        leave_pinned_core()  # inherited by all that this thread starts, an embedded service too
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
@@ -238,11 +241,11 @@ class BlockingStore:
         self.close()
 
     def _forget_sockets(self) -> None:
-        """In a forked child: let go of the parent's connections without a word to the other side."""
+        """In a forked child: drop the parent's connections without sending anything to the service."""
         for descriptor, inode in self._store.sockets():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
-                    # replaced, not closed: whoever closes that number later closes nothing of anybody else
+                    # replaced, not closed: a later close of this number must not hit an unrelated file
                     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                     os.dup2(null, descriptor, inheritable=False)
                     os.close(null)

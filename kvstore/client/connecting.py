@@ -22,14 +22,14 @@ def connect(
     options: ClientOptions | None = None,
     embedded: EmbeddedOptions | None = None,
 ) -> RemoteStore:
-    """A store at `url`; neither blocks nor fails when no service is there: calls do, until there is one.
+    """A store at `url`. Neither blocks nor fails when there is no service; the store's calls do, until there is one.
 
     Args:
         url: `unix:/path`, `tcp://host:port`, `tls://host:port`, or `embedded:` for a private service that is started
             when needed.
-        token: What the service's `token_file` holds, if it has one.
+        token: The content of the service's `token_file`, if it has one.
         options: Times and counts.
-        embedded: Sizes and place of the private service.
+        embedded: Directory and sizes of the private service.
 
     Raises:
         InvalidRequest: `url` is none of these, or a file of `options.tls` cannot be used.
@@ -40,7 +40,7 @@ def connect(
         return RemoteStore(EmbeddedService(embedded or EmbeddedOptions()).ensure, url, options)
     address = parse_address(url)
     if isinstance(address, TcpAddress) and address.tls:
-        options.tls.context()  # what is wrong with its files is told now, and not with every attempt
+        options.tls.context()  # so that unusable files are reported now, not at every attempt to connect
 
     async def locate() -> Address:
         return address

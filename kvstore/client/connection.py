@@ -1,4 +1,4 @@
-"""One greeted connection to a service: requests out, answers back to whoever asked."""
+"""One greeted connection to a service: requests out, answers back to their callers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import trace_parent
 from kvstore.wire import messages
 from kvstore.wire.address import Address, UnixAddress
+from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import Head
 from kvstore.wire.messages import PROTOCOL_VERSION, Message
 from kvstore.wire.protocol import FrameConnection
@@ -31,7 +32,7 @@ Allocate = Callable[[int], memoryview]
 
 
 class Silent(Unavailable):
-    """The deadline passed and the other side sent nothing at all meanwhile: it may be frozen."""
+    """The deadline passed and the service sent nothing at all meanwhile: it may be frozen."""
 
 
 class Call(Protocol):
@@ -42,12 +43,12 @@ class Call(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A request without answer.
+    """A request that has not been answered.
 
     Attributes:
-        future: Resolved with answer and payload; done early means that nobody waits any more.
+        future: Resolved with answer and payload; if done earlier, nobody waits any more.
         allocate: Makes the buffer for the answer's payload.
-        on_progress: Told of progress.
+        on_progress: Called with progress.
         error: Why a payload could not be received.
         settle: Called once, when the service has answered or never will.
     """
@@ -69,11 +70,11 @@ class Connection:
     """A greeted connection; made by `connect`.
 
     Attributes:
-        welcome: What the service said.
+        welcome: The service's greeting.
         save_credit: Bytes of saves that may be unanswered.
-        closed: Set when nothing can be asked any more.
-        num_running: Requests without answer.
-        socket_id: Descriptor and inode.
+        closed: Set once the connection is unusable.
+        num_running: Unanswered requests.
+        socket_id: Descriptor and inode of the socket.
         address: What it is connected to.
     """
 
@@ -117,7 +118,7 @@ class Connection:
                 self.welcome = await self._greeting
         except TimeoutError as error:
             self.frames.abort()
-            raise Unavailable("the service does not greet", address=address) from error
+            raise Unavailable("the service sent no greeting in time", address=address) from error
         except ssl.SSLCertVerificationError as error:
             raise Unavailable(
                 "the service's certificate is not believed: see tls_ca_file",
@@ -135,7 +136,7 @@ class Connection:
     # called by the frames
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | None:
-        """The buffer of whoever waits for this payload; nobody, or no buffer: it is received and dropped."""
+        """The caller's buffer for this payload; `None`, if nobody waits or it has no buffer, drops the payload."""
         message = messages.decode(head)
         pending = self._pending.get(message.id) if isinstance(message, messages.Loaded) else None
         if pending is None or pending.future.done():
@@ -152,7 +153,7 @@ class Connection:
         return target
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
-        """Hand an answer to whoever asked."""
+        """Hand an answer to its caller."""
         message = messages.decode(head)
         match message:
             case messages.Welcome():
@@ -183,7 +184,7 @@ class Connection:
             self._drop_answer(message)
 
     def _drop_answer(self, message: Message) -> None:
-        """Nobody takes it any more: what it grants would only end by itself."""
+        """Release the lease of an answer that nobody takes; else it would have to expire."""
         if isinstance(message, messages.Staged) and message.lease:
             self.frames.post(messages.Release(message.lease))
 
@@ -191,13 +192,13 @@ class Connection:
         self.reason = f"refused by the service: {message.message}"
         if not self._greeting.done():
             try:
-                messages.raise_error(message)
+                raise_error(message)
             except KVStoreError as error:
                 self._greeting.set_exception(error)
         self.frames.close()
 
     def on_lost(self, reason: str) -> None:
-        """Fail whatever waits."""
+        """Fail all waiting callers."""
         self.reason = self.reason or reason
         self.closed.set()
         pending, self._pending = self._pending, {}
@@ -232,11 +233,11 @@ class Connection:
         Args:
             call: Makes the request.
             expected: Class of its answer.
-            deadline: When to give up; the service is told a slightly earlier one, so that its answer can still arrive.
-            payload: Sent behind the request, not copied.
+            deadline: When to give up; the service gets a slightly earlier one, so that its answer can still arrive.
+            payload: Sent after the request, not copied.
             allocate: Makes the buffer for the answer's payload.
             stall_s: Give up when neither the answer nor progress came for this long.
-            on_progress: Told of progress, with `stall_s`.
+            on_progress: Called with progress, if `stall_s` is given.
             settle: Called once, when the service has answered or never will; that may be after this call has ended.
 
         Raises:
@@ -244,7 +245,7 @@ class Connection:
             Unavailable: The deadline passed, the stage stalled, or the service went away.
             KVStoreError: What the service answered.
 
-        If cancelled, the service is told, its answer is dropped, and buffers from `allocate` are not touched any more.
+        If cancelled, the service is told, its answer is dropped, and buffers from `allocate` are no longer written.
         """
         if not self.open:
             if settle is not None:
@@ -269,7 +270,7 @@ class Connection:
                 answer, data = await pending.future
                 taken = True
         except TimeoutError as error:
-            long_enough = loop.time() - begun_s >= _SILENCE_S  # shorter silence is no sign of anything
+            long_enough = loop.time() - begun_s >= _SILENCE_S  # a shorter silence proves nothing
             quiet = long_enough and self.frames.received_bytes == heard_bytes
             what = "no answer in time" if loop.time() >= ends_s else "no progress in time"
             raise (Silent if quiet else Unavailable)(what, role=self.role, request=expected.type) from error
@@ -277,17 +278,17 @@ class Connection:
             self.num_running -= 1
             self._forget(request_id, pending, sent=sent, taken=taken)
         if isinstance(answer, messages.Error):
-            messages.raise_error(answer)
+            raise_error(answer, codes=self.welcome.codes)
         if not isinstance(answer, expected):
             self.frames.refuse(InvalidRequest("unexpected answer", expected=expected.type, seen=answer.type))
             raise Unavailable("the service answered something else", expected=expected.type, seen=answer.type)
         return answer, data
 
     def _forget(self, request_id: int, pending: _Pending, *, sent: bool, taken: bool) -> None:
-        """Nobody waits for this answer any more. Unless it was taken it is dropped, now or when it comes."""
+        """Stop waiting for an answer. Unless it was taken it is dropped, now or when it arrives."""
         if pending.future.done() and not pending.future.cancelled():
-            failed = pending.future.exception() is not None  # looked at, whether or not a cancel came first
-            if not failed and not taken:  # it had come when its caller was cancelled, in the same turn of the loop
+            failed = pending.future.exception() is not None  # also marks the exception as retrieved
+            if not failed and not taken:  # it arrived in the same turn of the loop in which its caller was cancelled
                 self._drop_answer(pending.future.result()[0])
         if request_id not in self._pending:
             return
@@ -306,12 +307,12 @@ class Connection:
         """Return when the service's loop answers.
 
         Raises:
-            Unavailable: It does not.
+            Unavailable: It does not answer.
         """
         await self.ask(messages.Ping, messages.Pong, deadline=deadline)
 
     def post(self, message: Message) -> None:
-        """Send a message that is not answered."""
+        """Send a message that has no answer."""
         self.frames.post(message)
 
     def close(self) -> None:
@@ -329,7 +330,7 @@ def _socket_id(sock: object) -> tuple[int, int] | None:
 def _postpone(
     limit: asyncio.Timeout, stall_s: float, ends_s: float, tell: Callable[[int], None] | None
 ) -> Callable[[int], None]:
-    """Each time the staged bytes grow, the stage may go on for another `stall_s`."""
+    """A progress callback that grants the stage another `stall_s` each time its bytes grow."""
     loop = asyncio.get_running_loop()
     best_bytes = 0
 

@@ -1,4 +1,4 @@
-"""The private service behind `embedded:`: found, or started, by whichever client comes first."""
+"""The private service behind `embedded:`, started by the first client that finds none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress
 
-__all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_socket_path"]
+__all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_socket_path", "try_lock"]
 
 _START_S = 20.0
 _OPENMP = ("GOMP_", "KMP_", "OMP_")
@@ -26,7 +26,7 @@ _POLL_S = 0.02
 _LOG_BYTES_MAX = 1 << 20
 _TOLD_BYTES_MAX = 512
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 5.0, 60.0
-"""After a service that ended at once the next is started so much later: each start takes a processor for a while."""
+"""Pause after a service that ended at once, doubling up to the second value: each start costs processor time."""
 
 
 def default_directory() -> Path:
@@ -37,13 +37,13 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedOptions:
-    """A private service. Whoever starts it decides; later clients share it as it is.
+    """Options of a private service. Those of the client that starts it apply; later clients share it as it is.
 
     Attributes:
-        directory: Its records, socket, lock and log.
-        memory_bytes: Of its memory tier; `None` leaves it to the service.
-        disk_bytes: Of its directory; `None` leaves it to the service.
-        idle_exit_s: It ends when it had no client for this long.
+        directory: Holds its records, socket, lock and log.
+        memory_bytes: Size of its memory tier; `None`: the service's default.
+        disk_bytes: Size of its directory; `None`: the service's default.
+        idle_exit_s: It ends after this long without a client.
     """
 
     directory: Path = field(default_factory=default_directory)
@@ -55,10 +55,10 @@ class EmbeddedOptions:
 def private_socket_path(directory: Path) -> Path:
     """Where the private service of a directory listens; the same for all its clients.
 
-    Inside the directory, or where that path would be too long for a socket, in a private folder for temporary files.
+    Inside the directory or, if that path would be too long for a socket, in a private folder for temporary files.
 
     Raises:
-        InvalidRequest: The private folder belongs to somebody else.
+        InvalidRequest: The private folder belongs to another user, or others have access to it.
     """
     path = directory / "run" / "service.sock"
     if len(os.fsencode(path)) + 16 <= UNIX_PATH_BYTES_MAX:  # room for the pid that a listener appends for a moment
@@ -88,7 +88,7 @@ class EmbeddedService:
         """The address of the running service; starts it when there is none.
 
         Raises:
-            Unavailable: It could not be started, now or a moment ago: what it said, and where its log is.
+            Unavailable: It could not be started, now or a moment ago; the message has its last words and its log.
         """
         self._turn = self._turn or asyncio.Lock()
         async with self._turn:  # all connections of one client ask at once
@@ -108,7 +108,7 @@ class EmbeddedService:
             return UnixAddress(str(path))
 
     async def _start(self, path: Path) -> None:
-        """Start it, or wait until whoever holds the lock has."""
+        """Start it, or wait until the holder of the lock has."""
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + _START_S
         process: subprocess.Popen[bytes] | None = None
@@ -117,7 +117,7 @@ class EmbeddedService:
             while not _accepts(path):
                 if loop.time() >= ends_s:
                     raise Unavailable("the private service did not start in time", log=self._log_path)
-                if process is None and _try_lock(lock.fileno()) and not _accepts(path):
+                if process is None and try_lock(lock.fileno()) and not _accepts(path):
                     process = self._spawn()
                 if process is not None and process.poll() not in (None, 0):  # 0: it has detached itself
                     self._pause_s = min(max(2 * self._pause_s, _PAUSE_FIRST_S), _PAUSE_MAX_S)
@@ -161,17 +161,17 @@ class EmbeddedService:
 
 
 def _service_environment() -> dict[str, str]:
-    """Ours, without what pins OpenMP threads.
+    """Our environment, without what pins OpenMP threads.
 
-    vLLM preloads an OpenMP runtime and tells it through the environment which cores to use. In a child the same two pin
-    its first thread to the core of the engine's busiest one, where a lookup of a millisecond took a third of a second.
+    vLLM preloads an OpenMP runtime and tells it through the environment which cores to use. In a child the two pin its
+    first thread to the core of the engine's busiest thread, where a lookup of a millisecond took a third of a second.
     """
     environment = os.environ  # noqa: TID251 - handed on, not read
     return {name: value for name, value in environment.items() if not name.startswith(_OPENMP)}
 
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Services this process started: kept only so that those which ended are waited for."""
+"""Services that this process started, kept only to reap those that have ended."""
 
 
 def _reap() -> None:
@@ -185,7 +185,8 @@ def _last_line(path: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take the exclusive lock on an open file, without waiting. False: another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

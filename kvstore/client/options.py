@@ -1,4 +1,4 @@
-"""What a client can be told; the defaults suit a service on the same node."""
+"""The options of a client; the defaults suit a service on the same node."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class ClientOptions:
     """How a client behaves.
 
     Attributes:
-        token: Shown to the service; TCP services may ask for one.
-        name: For people, in the service's status.
+        token: Shown to the service; TCP services may require one.
+        name: Shown to people in the service's status.
         num_data_connections: Connections that carry records; two keep one core of the service busy.
-        stall_timeout_s: A stage without answer and without further bytes for this long ends. Longer than the
-            service's own, whose answer brings what has arrived.
-        hello_timeout_s: A connection that is not greeted by then is given up and tried again.
-        dead_after_s: A service that answers nothing for this long is reconnected to.
+        stall_timeout_s: A stage that gets neither an answer nor further bytes for this long ends. Longer than the
+            service's own timeout, after which the service answers with what has arrived.
+        hello_timeout_s: A connection that is not greeted by then is abandoned and tried again.
+        dead_after_s: The client reconnects to a service that answers nothing for this long.
         backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
-        backoff_max_s: Also how long healing takes at most after the service is back.
+        backoff_max_s: The longest pause, and so the longest that recovery takes once the service is back.
         first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect.
-        tls: What it believes and shows at a `tls://` address.
-        shared_memory: Read records where the service keeps them, where it offers that: one copy instead of two.
+        tls: What the client trusts and presents at a `tls://` address.
+        shared_memory: Read records from the service's shared memory, if it offers that: one copy instead of two.
     """
 
     token: str = ""
@@ -50,7 +50,7 @@ class ClientOptions:
 
     @classmethod
     def of_a_person(cls, name: str, seconds: float, tls: ClientTls) -> ClientOptions:
-        """For somebody who asks once and waits: connecting may take all the time there is, as it does on a machine that
-        is busy, where an engine would rather go on without an answer.
+        """For a person who asks once and waits: connecting may take all of `seconds`, as it can on a busy machine. An
+        engine would rather continue without an answer.
         """
         return cls(name=name, num_data_connections=1, hello_timeout_s=seconds, first_attempt_s=seconds, tls=tls)

@@ -1,4 +1,4 @@
-"""The connections of one client: kept open in the background, for ever; asked for without waiting."""
+"""The connections of one client: kept open in the background, and handed out without waiting."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _NEXT_STEP_EMBEDDED = "mend what its private service says; is one running alread
 class Pool:
     """One control connection and some for data, so that a lookup never queues behind a record.
 
-    A connection that ends is made anew, with growing pauses. While the service is away, `control` and `data` raise at
-    once. When a call meets silence, all later ones fail at once until the service answers a ping, so that a frozen
-    service costs one deadline and not one per call.
+    A connection that ends is opened again, with back-off. While the service is away, `control` and `data` raise at
+    once. When a call meets silence, later ones fail at once until the service answers a ping, so that a frozen service
+    costs one deadline and not one per call.
 
     Args:
-        locate: Where the service is; called before every attempt, and may start it.
+        locate: Finds the service; called before every attempt, and may start it.
         url: For messages.
         options: Times and counts.
-        on_control: Called with each new control connection before anybody may use it.
+        on_control: Called with each new control connection before it is handed out.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pool:
         """The connection for small messages.
 
         Raises:
-            Unavailable: There is none now. Only during the first attempt of all it is waited for.
+            Unavailable: There is none now. Only the very first attempt to connect is waited for.
             Closed: After `aclose`.
         """
         await self._settled(deadline)
@@ -110,7 +110,7 @@ class Pool:
     # suspicion
 
     def heard_nothing(self) -> None:
-        """A call ran into its deadline in silence: fail later ones at once until a ping is answered."""
+        """Note that a call met its deadline in silence: fail later ones at once until a ping is answered."""
         if not self._suspected and not self._closed:
             self._suspected = True
             self._tasks.spawn(self._probe(), "probe")
@@ -120,7 +120,7 @@ class Pool:
             await self._ping()
         except Unavailable as error:
             self._reason = str(error)
-            for connection in self._slots:  # perhaps new ones fare better
+            for connection in self._slots:  # new ones may work
                 if connection is not None:
                     connection.close()
         finally:
@@ -180,10 +180,10 @@ class Pool:
             _log.log(level, "%s; %s url=%s reason=%s", _NOT_REACHABLE, next_step, self.url, error)
 
     async def wait_ready(self, deadline: Deadline) -> None:
-        """Return when every connection stands.
+        """Return when every connection is open.
 
         Raises:
-            Unavailable: They do not at the deadline; the message says why.
+            Unavailable: Some are not at the deadline; the message says why.
         """
         self.start()
         while not (all(slot is not None and slot.open for slot in self._slots)):

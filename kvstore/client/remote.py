@@ -1,9 +1,11 @@
-"""`RemoteStore`: the page store of a service somewhere else."""
+"""`RemoteStore`: the page store of a service in another process."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.client.connection import Connection, Silent
@@ -13,51 +15,55 @@ from kvstore.client.sharing import SharedRecords
 from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import Record, read_record
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address
 
 __all__ = ["RemoteStore"]
 
+Value = TypeVar("Value")
+_NAMESPACES_MAX = 64
+"""So many are opened again on a new connection, the ones that were used last: weights that change make many of them."""
+
 
 class RemoteStore(PageStore):
     """Talks to a service; made by `kvstore.client.connect`. Belongs to the event loop of its first call.
 
-    While the service is down or frozen every call raises `Unavailable` at once; it heals by itself, and opens its
-    namespaces again before anybody uses the new connection.
+    While the service is down or frozen every call raises `Unavailable` at once. It reconnects by itself, and opens its
+    namespaces again before a new connection is used.
 
     Args:
-        locate: Where the service is.
+        locate: Finds the service.
         url: For messages.
         options: Times and counts.
     """
 
     def __init__(self, locate: Callable[[], Awaitable[Address]], url: str, options: ClientOptions) -> None:
         self._options = options
-        self._namespaces: dict[NamespaceId, NamespaceDescription] = {}
+        self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
         self._pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedRecords(options)
         self._closed = False
 
     @property
     def url(self) -> str:
-        """What it was told to connect to."""
+        """The url that it was made with."""
         return self._pool.url
 
     def start(self) -> None:
-        """Begin to connect on the running loop; without it the first call does. Idempotent."""
+        """Begin to connect, on the running loop; otherwise the first call does. Idempotent."""
         self._pool.start()
 
     def sockets(self) -> list[tuple[int, int]]:
-        """Descriptor and inode of each connection, for whoever must not keep them open after a fork."""
+        """Descriptor and inode of each connection, which a forked child must not keep open."""
         return self._pool.sockets()
 
     async def wait_ready(self, *, deadline: Deadline) -> None:
         """Return when the service can be used.
 
         Raises:
-            Unavailable: It cannot at the deadline; the message says why.
+            Unavailable: It cannot be used at the deadline; the message says why.
         """
         self._check_open()
         await self._pool.wait_ready(deadline)
@@ -66,9 +72,15 @@ class RemoteStore(PageStore):
         async with self._control(deadline) as connection:
             namespace = await _open_namespace(connection, description, deadline)
         self._namespaces[namespace] = description
+        self._namespaces.move_to_end(namespace)
+        if len(self._namespaces) > _NAMESPACES_MAX:
+            self._namespaces.popitem(last=False)
         return namespace
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        return await self._in_namespace(query.namespace, lambda: self._lookup(query, deadline), deadline)
+
+    async def _lookup(self, query: PrefixQuery, deadline: Deadline) -> Lookup:
         fields = convert.query_fields(query)
         async with self._control(deadline) as connection:
             answer, _ = await connection.ask(
@@ -103,7 +115,7 @@ class RemoteStore(PageStore):
         deadline: Deadline,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
-        """See `PageStore.load`; if cancelled, a buffer from `allocate` is not touched any more."""
+        """As `PageStore.load`; if cancelled, a buffer from `allocate` is no longer written."""
         fields = convert.key_fields(key)
         arena = self._shared.arena
         async with self._data(deadline) as connection:
@@ -129,6 +141,10 @@ class RemoteStore(PageStore):
         retention: Retention = Retention.NORMAL,
         deadline: Deadline,
     ) -> SaveOutcome:
+        namespace = record.key.namespace
+        return await self._in_namespace(namespace, lambda: self._save(record, ack, retention, deadline), deadline)
+
+    async def _save(self, record: Record, ack: Ack, retention: Retention, deadline: Deadline) -> SaveOutcome:
         async with self._data(deadline) as connection:
             if record.num_bytes > connection.welcome.max_payload_bytes:
                 limit = connection.welcome.max_payload_bytes
@@ -149,7 +165,7 @@ class RemoteStore(PageStore):
 
     async def release(self, lease: LeaseId) -> None:
         connection = self._pool.now()
-        if connection is not None and not self._closed:  # with its connection, its lease has ended too
+        if connection is not None and not self._closed:  # without a connection its leases have ended already
             connection.post(messages.Release(lease))
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
@@ -184,6 +200,20 @@ class RemoteStore(PageStore):
 
     # helpers
 
+    async def _in_namespace(
+        self, namespace: NamespaceId, call: Callable[[], Coroutine[Any, Any, Value]], deadline: Deadline
+    ) -> Value:
+        """Make a call; again in a namespace opened anew, where the service has closed it for lack of use."""
+        description = self._namespaces.get(namespace)
+        if description is None:
+            return await call()
+        self._namespaces.move_to_end(namespace)
+        try:
+            return await call()
+        except NamespaceNotOpen:
+            await self.open_namespace(description, deadline=deadline)
+            return await call()
+
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the client is closed")
@@ -204,7 +234,7 @@ class RemoteStore(PageStore):
 
     @asynccontextmanager
     async def _watching(self) -> AsyncIterator[None]:
-        """Tell the pool of silence; a call that the closing of this client ended says so."""
+        """Report silence to the pool; raise `Closed` from a call that ended because this client was closed."""
         try:
             yield
         except Silent:
@@ -217,15 +247,19 @@ class RemoteStore(PageStore):
     async def _reopen(self, connection: Connection) -> None:
         deadline = Deadline.after(self._options.hello_timeout_s)
         for description in list(self._namespaces.values()):
-            await _open_namespace(connection, description, deadline)
+            try:
+                await _open_namespace(connection, description, deadline)
+            except KVStoreError:  # refused, perhaps by another release: the others are of use all the same
+                if not connection.open or deadline.expired:
+                    raise
         await self._shared.follow(connection)
 
 
 def _plain(record: Record) -> Record:
-    """Refuse what no reader here could decode: a service gives out plain records.
+    """Refuse what no reader here could decode: a service hands out plain records.
 
     Raises:
-        CorruptRecord: It is encrypted.
+        CorruptRecord: The record is encrypted.
     """
     if record.header.key_id:
         raise CorruptRecord("the service answered a load with an encrypted record", key=record.key)

@@ -1,4 +1,4 @@
-"""Records read where the service keeps them: its shared memory, mapped once for each service."""
+"""Reads records from the service's shared memory, which is mapped once for each service."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvstore.runtime.arena import ArenaView, Place
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
+from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import FrameReader, Head, pack_head
-from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, raise_error
+from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode
 
 __all__ = ["SharedRecords"]
 
@@ -27,8 +28,8 @@ class SharedRecords:
     """The service's shared memory, if it has any and we could map it.
 
     Attributes:
-        arena: Which one is mapped; empty for none. Named in each load, so that a service that was started anew, with
-            another one, sends the record instead.
+        arena: Id of the mapped arena; empty: none. Named in each load, so that a restarted service, which has another
+            one, sends the record instead.
     """
 
     def __init__(self, options: ClientOptions) -> None:
@@ -37,7 +38,7 @@ class SharedRecords:
         self._view: ArenaView | None = None
 
     async def follow(self, connection: Connection) -> None:
-        """Map what the service behind a new connection shares. Never fails: without it records are sent."""
+        """Map the arena that the service of a new connection shares. Never fails: without one records are sent."""
         arena = connection.welcome.arena
         if arena == self.arena or not self._options.shared_memory:
             return
@@ -48,20 +49,20 @@ class SharedRecords:
         try:
             shared, view = await asyncio.get_running_loop().run_in_executor(None, _map, path, self._options)
         except (KVStoreError, OSError) as error:
-            _log.debug("records will be sent and not shared reason=%s", error)
+            _log.debug("cannot map the service's memory, records are sent instead reason=%s", error)
             return
         self.arena, self._view = shared, view
 
     def read(
         self, arena: bytes, answer: messages.Loaded, allocate: Callable[[int], memoryview] | None
     ) -> memoryview | None:
-        """Copy a record out of the arena that the load named. `None`: it is gone.
+        """Copy a record out of the arena that the load named. `None`: the record is gone.
 
         Raises:
             InvalidRequest: The answer makes no sense, or the caller's buffer cannot take the record.
         """
         view = self._view
-        if view is None or arena != self.arena:  # another service's by now
+        if view is None or arena != self.arena:  # remapped meanwhile
             return None
         target = memoryview((allocate or fresh_buffer)(answer.num_bytes)).cast("B")
         if target.readonly or len(target) < answer.num_bytes:
@@ -85,7 +86,7 @@ class _Heads:
 
 
 def _map(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
-    """Ask for the descriptor on a connection of its own, since an event loop's transports drop such things."""
+    """Ask for the descriptor on a connection of its own: an event loop's transports drop received descriptors."""
     deadline_ms = int(options.hello_timeout_s * 1000)
     requests = (
         messages.Hello(PROTOCOL_VERSION, options.token, "arena", options.name),

@@ -1,4 +1,4 @@
-"""Canonical bytes to stored payloads and back, lossless; a pool of threads to do it in. No torch. See README.md."""
+"""Lossless encoding of canonical bytes to stored payloads, and a pool of threads for it. No torch. See README.md."""
 
 from kvstore.codec.chains import (
     CHAINS,

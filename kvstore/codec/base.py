@@ -1,4 +1,4 @@
-"""What a codec chain is: a lossless way from canonical bytes to a payload and back."""
+"""The contract of a codec chain: a lossless encoding of canonical bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Chain(ABC):
     """One codec chain. Stateless, safe from any thread, deterministic, bit-exact.
 
     Attributes:
-        id: What record headers call it; an id never changes its meaning.
+        id: Its id in record headers; an id never changes its meaning.
         name: For people.
     """
 
@@ -33,17 +33,17 @@ class Chain(ABC):
 
         Args:
             source: Canonical bytes.
-            target: As long as `source`. Bytes behind the payload are undefined afterwards.
+            target: As long as `source`. Bytes after the payload are undefined afterwards.
 
         Returns:
-            Payload bytes, or `None`: this chain cannot take `source`, or gains too little to be worth decoding.
+            Payload bytes, or `None`: this chain cannot encode `source`, or gains too little to be worth decoding.
         """
 
     @abstractmethod
     def decode_into(self, payload: ByteArray, target: ByteArray) -> None:
-        """Write the canonical bytes to `target`, all of it.
+        """Decode `payload` into `target`, filling it.
 
-        Allocates no more than the size of `target`, whatever the payload says.
+        Allocates no more than the size of `target`, whatever the payload claims.
 
         Raises:
             CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.
@@ -63,7 +63,7 @@ def as_bytes(buffer: Buffer) -> ByteArray:
 
 
 def as_writable_bytes(buffer: bytearray | memoryview) -> ByteArray:
-    """As `as_bytes`, for a buffer to write to.
+    """Like `as_bytes`, for a writable buffer.
 
     Raises:
         InvalidRequest: The buffer is read-only or not contiguous.

@@ -1,4 +1,4 @@
-"""The codec chains by id, and the calls that the engine's side makes.
+"""The codec chains by id, and the calls of the connector.
 
 buffer = bytearray(HEADER_BYTES + max_payload_bytes(page_bytes))
 encoded = encode(chain, page, memoryview(buffer)[HEADER_BYTES:])
@@ -42,10 +42,11 @@ ZSTD = Zstd.id
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What became of canonical bytes.
+    """The result of an encoding.
 
     Attributes:
-        chain: Id of the chain really used: the one asked for, or `RAW` where that gained under 5%.
+        chain: Id of the chain that was used: the requested one, or `RAW` where that cannot encode the bytes or gains
+            less than 5%.
         payload_bytes: Bytes written to the target.
     """
 
@@ -54,28 +55,29 @@ class Encoded:
 
 
 def chain_for_element_bytes(element_bytes: int) -> int:
-    """The chain that suits elements of a size: planes for 2 and 4 bytes, zstd for 1 (fp8, int8), else raw."""
+    """The best chain for elements of a size: planes for 2 and 4 bytes, zstd for 1 (fp8, int8), else raw."""
     return {1: ZSTD, 2: PLANES2, 4: PLANES4}.get(element_bytes, RAW)
 
 
 def max_payload_bytes(decoded_bytes: int) -> int:
-    """Room that `encode` needs for its target, whatever the chain: a payload is never larger than what it holds."""
+    """The size that `encode` needs for its target, whatever the chain: a payload is never larger than its content."""
     return decoded_bytes
 
 
 def encode(chain: int, source: Buffer, target: bytearray | memoryview, *, plane_width: int = 1) -> Encoded:
-    """Write the payload of `source` to the start of `target`, without a further copy of it.
+    """Write the payload of `source` to the start of `target`, without an intermediate copy.
 
-    The same source makes the same payload within one release; what is decoded is equal in all.
+    The same source makes the same payload within one release; other releases may encode it differently, but all decode
+    it to the same bytes.
 
     Args:
         chain: A known chain id, e.g. from `chain_for_element_bytes`.
-        source: Canonical bytes, contiguous. Bytes that already stand where their payload should need no `encode`
-            for `RAW`: seal them there.
+        source: Canonical bytes, contiguous. Bytes that are already in the record's buffer need no `encode` for `RAW`:
+            seal them there.
         target: Writable, contiguous, at least `max_payload_bytes(len(source))` long, not overlapping `source`.
-            Bytes behind the payload are undefined afterwards.
-        plane_width: 1: `source` is the canonical bytes. More: a device has split them into the byte planes of elements
-            of so many bytes, highest plane first. The payload is the same.
+            Bytes after the payload are undefined afterwards.
+        plane_width: 1: `source` is the canonical bytes. 2, 4 or 8: a device has split them into the byte planes of
+            elements of that many bytes, highest plane first. The payload is the same.
 
     Raises:
         InvalidRequest: Unknown chain, the target is too small or read-only, or `source` cannot be planes of that width.
@@ -114,21 +116,21 @@ def _encode_planes(chain: int, planes: ByteArray, target: ByteArray, width: int)
 
 
 def decode_into(chain: int, payload: Buffer, target: bytearray | memoryview, *, plane_width: int = 1) -> None:
-    """Write the canonical bytes of `payload` to `target`, all of it, without a copy in between.
+    """Decode `payload` into `target`, filling it, without an intermediate copy.
 
-    Allocates at most the size of `target` (a plane's scratch, kept per thread), whatever the payload says of itself.
+    Allocates at most the size of `target` (a plane's scratch, kept per thread), whatever the payload claims.
     The caller sizes `target` by what it expects, never by an unchecked header.
 
     Args:
         chain: `codec_chain` of the record's header.
         payload: The stored payload, verified.
         target: Writable, contiguous, exactly the decoded size.
-        plane_width: 1: write the canonical bytes. More: leave them as the byte planes of elements of so many bytes,
-            highest plane first, for a device that joins them.
+        plane_width: 1: write the canonical bytes. 2, 4 or 8: leave them as the byte planes of elements of that many
+            bytes, highest plane first, for a device that joins them.
 
     Raises:
         CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.
-        UnsupportedFormat: A chain this release does not know.
+        UnsupportedFormat: A chain that this release does not know.
         InvalidRequest: `target` is read-only or not contiguous, or cannot be planes of that width.
     """
     known = CHAINS.get(chain)

@@ -1,9 +1,9 @@
 """Chains 1 and 2: elements split into byte planes; the highest plane holds the exponents and is compressed.
 
-Sign and exponent of real activations take few values (about 2.6 bits a byte), mantissas are noise: compressing these
-costs time and gains nothing (fp32: the highest plane shrinks 2.8 times, each of the other three by nothing).
+Sign and exponent of real activations take few distinct values and compress well. Mantissas are noise: compressing them
+costs time and gains nothing.
 
-Payload: a little-endian u32 for each plane, its stored bytes, then the planes, highest first. A plane with as many
+Payload: for each plane its stored size as a little-endian u32, then the planes, highest first. A plane with as many
 stored bytes as there are elements is raw, one with fewer is one zstd frame. A reader accepts either for every plane.
 """
 
@@ -29,10 +29,10 @@ _MAX_PLANE_BYTES = (1 << 32) - 1
 
 
 class Planes(Chain):
-    """Both widths; `width` is the bytes of one element.
+    """Base of both widths; `width` is the size of one element in bytes.
 
-    A device may split and join the elements itself (`split_planes` says what that means): `encode_planes` and
-    `decode_planes_into` make and read the same payloads without touching single elements.
+    A device may split and join the elements itself, as `split_planes` does: `encode_planes` and `decode_planes_into`
+    write and read the same payloads from and to split elements.
     """
 
     width: ClassVar[int]
@@ -51,7 +51,7 @@ class Planes(Chain):
         return self._write(highest, write_plane, target)
 
     def encode_planes(self, planes: ByteArray, target: ByteArray) -> int | None:
-        """As `encode`, of elements that are split already."""
+        """Like `encode`, for elements that are split already."""
         num_elements, rest = divmod(planes.size, self.width)
         if rest:
             return None
@@ -96,7 +96,7 @@ class Planes(Chain):
             _join(elements, plane, is_highest=index == 0)
 
     def decode_planes_into(self, payload: ByteArray, planes: ByteArray) -> None:
-        """As `decode_into`, leaving the elements split."""
+        """Like `decode_into`, leaving the elements split."""
         stored = self._stored_planes(payload, planes.size)
         rows = planes.reshape(self.width, planes.size // self.width)
         for row, plane in zip(rows, stored, strict=True):
@@ -149,12 +149,12 @@ def join_planes(planes: ByteArray, width: int, target: ByteArray) -> None:
 
 
 def _split(elements: NDArray[Any], plane: int, target: ByteArray) -> None:
-    # One vectorised pass; the narrowing drops the higher bytes. A strided copy takes 4 times as long.
+    # One vectorised pass; the narrowing drops the higher bytes. A strided copy is slower.
     np.right_shift(elements, 8 * plane, out=target, casting="unsafe")
 
 
 def _join(elements: NDArray[Any], plane: ByteArray, *, is_highest: bool) -> None:
-    # Planes come highest first: each pushes the ones before it up by a byte.
+    # Planes come highest first: each shifts the ones before it up by a byte.
     if is_highest:
         np.copyto(elements, plane)
     else:
@@ -163,13 +163,13 @@ def _join(elements: NDArray[Any], plane: ByteArray, *, is_highest: bool) -> None
 
 
 class _Scratch(threading.local):
-    """One plane's memory per thread, kept between calls: fresh memory costs a page fault every 4 KiB."""
+    """Memory for one plane per thread, kept between calls: fresh memory costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
         self._kept: ByteArray = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> ByteArray:
-        """Memory that is this thread's until its next `take`."""
+        """Memory that is valid until this thread's next `take`."""
         if num_bytes > _KEPT_SCRATCH_BYTES:
             return np.empty(num_bytes, np.uint8)
         if self._kept.size < num_bytes:

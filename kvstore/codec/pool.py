@@ -1,4 +1,4 @@
-"""Threads that encode and decode under a byte budget, for asyncio and for plain threads alike."""
+"""Threads that encode and decode under a byte budget."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.errors import Closed, InvalidRequest
 from kvstore.runtime.deadline import Deadline
 
 __all__ = ["CodecPool", "PoolUsage"]
 
 Result = TypeVar("Result")
-Params = ParamSpec("Params")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """What a pool does now.
+    """The current load of a pool.
 
     Attributes:
-        used_bytes: Bytes of jobs that were let in and have not ended.
+        used_bytes: Bytes of jobs that were admitted and have not ended.
         limit_bytes: The budget.
-        num_waiting: Callers that wait to be let in.
+        num_waiting: Callers that wait to be admitted.
     """
 
     used_bytes: int
@@ -35,13 +34,13 @@ class PoolUsage:
 
 
 class CodecPool:
-    """At most `limit_bytes` of jobs at a time, first come first served. Safe from any thread.
+    """Runs jobs in threads, at most `limit_bytes` of them at a time, first come first served. Safe from any thread.
 
-    Jobs run truly in parallel as long as they stay in numpy, zstandard and xxhash, which release the GIL (`zstd.py`).
+    Jobs run in parallel where numpy, zstandard and xxhash release the GIL (see `zstd.py`).
 
     Args:
-        num_threads: At most so many jobs at a time.
-        limit_bytes: Of all jobs together.
+        num_threads: Jobs that run at a time, at most.
+        limit_bytes: Byte budget of all jobs together.
     """
 
     def __init__(self, *, num_threads: int, limit_bytes: int) -> None:
@@ -54,55 +53,16 @@ class CodecPool:
         self._closed = False
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="codec")
 
-    def try_submit(
-        self, num_bytes: int, work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
-    ) -> Future[Result] | None:
-        """Start `work` soon, or return `None`: the budget is used up, or somebody waits for it. Never blocks.
-
-        Args:
-            num_bytes: What the job holds in memory until it ends, e.g. source and target.
-            work: Runs in one of the pool's threads.
-            args: Passed to `work`.
-            kwargs: Passed to `work`.
-
-        Raises:
-            Closed: The pool is closed.
-        """
-        with self._lock:
-            self._refuse_if_closed()
-            if self._waiters or self._used_bytes + num_bytes > self._limit_bytes:
-                return None
-            self._used_bytes += num_bytes
-        return self._start(num_bytes, lambda: work(*args, **kwargs))
-
-    def submit(self, num_bytes: int, work: Callable[[], Result], *, deadline: Deadline) -> Future[Result]:
-        """Start `work` as soon as the budget allows; blocks the calling thread until then.
-
-        Raises:
-            Unavailable: There was no room before the deadline; `work` was not started.
-            InvalidRequest: More than the whole budget was asked for.
-            Closed: The pool is closed, or was while waiting.
-        """
-        room = self._ask(num_bytes)
-        try:
-            room.result(deadline.remaining_s)
-        except TimeoutError as error:
-            self._withdraw(num_bytes, room)
-            raise Unavailable("codec threads had no room before the deadline", num_bytes=num_bytes) from error
-        except BaseException:
-            self._withdraw(num_bytes, room)
-            raise
-        return self._start(num_bytes, work)
-
     async def run(self, num_bytes: int, work: Callable[[], Result], *, deadline: Deadline) -> Result:
-        """Run `work` in the pool and return its result; the deadline bounds the wait for room, not the work.
+        """Run `work` in the pool and return its result; the deadline limits the wait for the budget, not the work.
 
         Raises:
-            Unavailable: There was no room before the deadline; `work` was not started.
+            Unavailable: The budget was exhausted until the deadline; `work` was not started.
             InvalidRequest: More than the whole budget was asked for.
-            Closed: The pool is closed, or was while waiting.
+            Closed: The pool is closed, or was closed while waiting.
 
-        If cancelled, it returns once `work` has ended or can no longer start: the caller's buffers are its own again.
+        If cancelled, raises `CancelledError` only once `work` has ended or can no longer start, so that the caller may
+        reuse its buffers.
         """
         room = self._ask(num_bytes)
         try:
@@ -122,12 +82,12 @@ class CodecPool:
 
     @property
     def usage(self) -> PoolUsage:
-        """A consistent look at the pool."""
+        """A consistent snapshot."""
         with self._lock:
             return PoolUsage(self._used_bytes, self._limit_bytes, len(self._waiters))
 
     def close(self) -> None:
-        """Turn waiters away, let started jobs end, and wait for them. Idempotent."""
+        """Fail all waiters with `Closed`, and wait for the jobs that were started. Idempotent."""
         with self._lock:
             self._closed = True
             waiters, self._waiters = self._waiters, deque()
@@ -137,7 +97,7 @@ class CodecPool:
         self._executor.shutdown(wait=True)
 
     def _ask(self, num_bytes: int) -> Future[None]:
-        """A future that is done once `num_bytes` are the asker's; `_start` or `_withdraw` must follow."""
+        """A future that is done once `num_bytes` are granted to the caller; `_start` or `_withdraw` must follow."""
         if num_bytes > self._limit_bytes:
             raise InvalidRequest("asked for more than the whole budget", asked=num_bytes, limit_bytes=self._limit_bytes)
         room: Future[None] = Future()
@@ -156,10 +116,10 @@ class CodecPool:
                 if not room.set_running_or_notify_cancel():
                     continue
                 self._used_bytes += num_bytes
-            room.set_result(None)  # outside the lock: it wakes the asker, whose callbacks may come back here
+            room.set_result(None)  # outside the lock: the waiter's callbacks may call this pool again
 
     def _withdraw(self, num_bytes: int, room: Future[None]) -> None:
-        """Undo `_ask`, whether the room was granted meanwhile or not."""
+        """Undo `_ask`, whether the bytes were granted meanwhile or not."""
         room.cancel()
         with self._lock:
             if (num_bytes, room) in self._waiters:
@@ -167,12 +127,12 @@ class CodecPool:
         if not room.cancelled() and room.exception() is None:
             self._give_back(num_bytes)
         else:
-            self._let_in()  # whoever stood behind may fit now
+            self._let_in()  # the next waiter may fit now
 
     def _start(self, num_bytes: int, work: Callable[[], Result]) -> Future[Result]:
         try:
             job = self._executor.submit(work)
-        except RuntimeError as error:  # the executor's word for "shut down"
+        except RuntimeError as error:  # the executor was shut down
             self._give_back(num_bytes)
             raise Closed("the codec pool was closed") from error
         job.add_done_callback(lambda _: self._give_back(num_bytes))
@@ -189,11 +149,11 @@ class CodecPool:
 
 
 async def _ended(job: asyncio.Future[Result]) -> None:
-    """Return when `job` has ended, however often the caller is cancelled meanwhile; a job takes milliseconds."""
+    """Return when `job` has ended, however often the caller is cancelled meanwhile; jobs are short."""
     while not job.done():
         try:
             await asyncio.wait([job])
         except asyncio.CancelledError:
             continue
     if not job.cancelled():
-        job.exception()  # looked at: the caller was cancelled, nobody else will
+        job.exception()  # retrieved, since the caller was cancelled and nobody else awaits it

@@ -13,7 +13,7 @@ __all__ = ["Raw"]
 
 
 class Raw(Chain):
-    """Copies. numpy's copy releases the GIL; a slice assignment between memoryviews would hold it."""
+    """Copies the bytes. numpy's copy releases the GIL; a slice assignment between memoryviews would hold it."""
 
     id: ClassVar[int] = 0
     name: ClassVar[str] = "raw"

@@ -1,8 +1,8 @@
-"""Zstandard frames, written into and read from given memory, bounded before they are read; and chain 3, one such frame.
+"""Zstandard frames, encoded and decoded in given memory, sizes checked before decoding; and chain 3, one such frame.
 
-What releases the GIL (measured by a second thread that watches for gaps while one call runs): zstandard's
-`readinto` both ways, numpy's copies, shifts and ors, xxhash on large buffers. What holds it: slice assignment between
-memoryviews or bytearrays, `bytes(view)`, allocating a large bytearray (zeroed).
+What releases the GIL (measured by a second thread that watches for gaps while one call runs): zstandard's `readinto` in
+both directions, numpy's copies, shifts and ors, xxhash on large buffers. What holds it: slice assignment between
+memoryviews or bytearrays, `bytes(view)`, allocating a large bytearray (it is zeroed).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.errors import CorruptRecord
 __all__ = ["LEVEL_1", "MAX_WINDOW_BYTES", "TUNED", "Zstd", "compress", "decompress", "worthwhile_bytes"]
 
 MAX_WINDOW_BYTES = 1 << 18
-"""No frame of format v1 has a larger window; so bounds what a hostile frame can make a reader allocate."""
+"""No frame of format v1 has a larger window: bounds what a hostile frame can make a reader allocate."""
 
 
 def _parameters(hash_log: int, chain_log: int) -> zstandard.ZstdCompressionParameters:
@@ -36,14 +36,14 @@ def _parameters(hash_log: int, chain_log: int) -> zstandard.ZstdCompressionParam
 
 
 TUNED = _parameters(hash_log=8, chain_log=6)
-"""For exponent planes: they hold next to no matches, so nearly all the time goes to entropy coding."""
+"""For exponent planes: they contain hardly any matches, so nearly all the time goes into entropy coding."""
 
 LEVEL_1 = _parameters(hash_log=14, chain_log=13)
-"""What level 1 chooses for large inputs, but for the window."""
+"""The parameters of level 1 for large inputs, except for the window."""
 
 
 class Zstd(Chain):
-    """One frame over all bytes: for elements of one byte (fp8, int8), whose exponent cannot be split off."""
+    """One frame over all bytes: for elements of one byte (fp8, int8), whose exponents cannot be split off."""
 
     id: ClassVar[int] = 3
     name: ClassVar[str] = "zstd"
@@ -56,7 +56,7 @@ class Zstd(Chain):
 
 
 def worthwhile_bytes(decoded_bytes: int) -> int:
-    """The largest payload that is stored encoded: one that gains less than 5% is not worth a reader's time."""
+    """The largest payload that is stored encoded: a gain of less than 5% is not worth the time to decode."""
     return decoded_bytes * 95 // 100
 
 
@@ -64,7 +64,7 @@ def compress(source: ByteArray, target: ByteArray, parameters: zstandard.ZstdCom
     """Write `source` as one frame to the start of `target`; `None` when it does not fit with a byte to spare."""
     if not source.size or not target.size:
         return None
-    # A stream writes into given memory; the one-shot call would allocate, and then we would copy.
+    # A stream writes into given memory; the one-shot call would allocate memory that must then be copied.
     with _local.compressor(parameters).stream_reader(source.data, size=source.size) as frame:
         written = frame.readinto(target.data)
     return written if written < target.size else None
@@ -92,14 +92,14 @@ def decompress(frame: ByteArray, target: ByteArray) -> None:
 
 
 class _Local(threading.local):
-    """A thread's own compressors: zstandard's objects must not be used by two threads at once."""
+    """The compressors of one thread: zstandard's objects must not be used by two threads at once."""
 
     def __init__(self) -> None:
         self._compressors: dict[int, zstandard.ZstdCompressor] = {}
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
     def compressor(self, parameters: zstandard.ZstdCompressionParameters) -> zstandard.ZstdCompressor:
-        known = self._compressors.get(id(parameters))  # module constants: they live as long as this
+        known = self._compressors.get(id(parameters))  # module constants, so their ids are never reused
         if known is None:
             known = self._compressors[id(parameters)] = zstandard.ZstdCompressor(compression_params=parameters)
         return known

@@ -1,8 +1,8 @@
-"""What is wrong with a set-up, and what mends it: facts in, verdict out. See README.md."""
+"""Finds what is wrong with a set-up, and how to fix it. See README.md."""
 
 from kvstore.doctor.checks import checks_of
 from kvstore.doctor.finding import Finding, Verdict, without
 from kvstore.doctor.running import run_checks
-from kvstore.doctor.service import EMBEDDED, ServiceAddress
+from kvstore.doctor.service import ServiceAddress
 
-__all__ = ["EMBEDDED", "Finding", "ServiceAddress", "Verdict", "checks_of", "run_checks", "without"]
+__all__ = ["Finding", "ServiceAddress", "Verdict", "checks_of", "run_checks", "without"]

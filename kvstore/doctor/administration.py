@@ -1,4 +1,4 @@
-"""The administration interface: does it answer where the settings say, and is its certificate believed."""
+"""The administration interface: whether it answers where the settings say, and its certificate is trusted."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ClientTls
 
-__all__ = ["administration_finding", "judge_administration"]
+__all__ = ["CERTIFICATE_FIX", "administration_finding", "judge_administration"]
 
+CERTIFICATE_FIX = (
+    "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate, and use a host name that the "
+    "certificate contains; if the service requires a client certificate, set tls_certificate_file"
+)
 _NAME = "service.admin"
 _SECONDS_MIN = 0.1
 
 
 async def administration_finding(address: TcpAddress | None, tls: ClientTls, deadline: Deadline) -> Finding:
-    """Ask whether it lives; a service does without, so that what is wrong is a warning.
+    """Ask it for `/livez`. A service works without it, so a problem is a warning.
 
     Args:
-        address: Where it listens; `None`: nowhere, or the settings here do not tell.
-        tls: What to believe and to show at a `tls://` address.
-        deadline: Of the answer.
+        address: Where it listens; `None`: nowhere, or the settings here do not say.
+        tls: Trusted authorities and our certificate for a `tls://` address.
+        deadline: When to stop waiting for the answer.
     """
     if address is None:
         return skipped(_NAME, "admin_listen is off, or not known here")
@@ -38,7 +42,7 @@ async def administration_finding(address: TcpAddress | None, tls: ClientTls, dea
 
 
 def judge_administration(address: TcpAddress, seen: int | str) -> Finding:
-    """Judge what `/livez` answered: a status, or why there is none."""
+    """Judge the answer of `/livez`: its status, or the reason why there is none."""
     url = f"http{'s' if address.tls else ''}://{str(address).partition('://')[2]}"
     expected = f"it answers at {url}"
     if seen == http.HTTPStatus.OK:
@@ -46,10 +50,10 @@ def judge_administration(address: TcpAddress, seen: int | str) -> Finding:
     if isinstance(seen, int):
         return warning(_NAME, f"another program answers at {url}: {seen}", expected, "give admin_listen a free port")
     if "certificate" in seen or "tls_" in seen:
-        fix = "name the authority of its certificate in tls_ca_file (KVSTORE_TLS_CA_FILE), and itself as that names it"
-        return warning(_NAME, seen, expected, f"{fix}; if it asks for ours, tls_certificate_file")
+        return warning(_NAME, seen, expected, CERTIFICATE_FIX)
     if address.tls and "SSL" in seen:
-        return warning(_NAME, seen, expected, "restart the service: it listens there without TLS, or is another one")
+        fix = "restart the service: it listens there without TLS, or another program listens there"
+        return warning(_NAME, seen, expected, fix)
     if not address.tls and "TLS" in seen:
         return warning(_NAME, seen, expected, "set admin_listen to tls://host:port here too, or restart the service")
     fix = "see the service's log for `no administration interface`: a port in use, or pip install 'kvstore[admin]'"
@@ -57,11 +61,11 @@ def judge_administration(address: TcpAddress, seen: int | str) -> Finding:
 
 
 def _ask(address: TcpAddress, tls: ClientTls, seconds: float) -> int:
-    """The status of `/livez`, which asks for no token."""
+    """The status of `/livez`, which needs no token."""
     host, is_any = _reachable(address.host)
     if address.tls:
         context = tls.context()
-        if is_any:  # its certificate names it as others do, not by the loopback address that it is asked at here
+        if is_any:  # its certificate has the name that others use, not the loopback address that is used here
             context.check_hostname = False
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
             host, address.port, timeout=seconds, context=context
@@ -72,18 +76,18 @@ def _ask(address: TcpAddress, tls: ClientTls, seconds: float) -> int:
         connection.request("GET", "/livez")
         return connection.getresponse().status
     except ssl.SSLCertVerificationError as error:
-        raise OSError(f"its certificate is not believed: {error.verify_message}") from error
+        raise OSError(f"its certificate is not trusted: {error.verify_message}") from error
     except ssl.SSLError as error:
         raise OSError(f"SSL: {error.reason or error}") from error
     except (ConnectionResetError, http.client.RemoteDisconnected) as error:
-        hint = ": it may ask for our certificate" if address.tls else ": it may speak TLS"
-        raise OSError(f"it ended the connection before it answered{hint}") from error
+        hint = ": it may require a client certificate" if address.tls else ": it may speak TLS"
+        raise OSError(f"it closed the connection before it answered{hint}") from error
     finally:
         connection.close()
 
 
 def _reachable(host: str) -> tuple[str, bool]:
-    """Where to ask what listens at a host, and whether that is every address of the machine."""
+    """The host to connect to for a listening address, and whether that address means all interfaces."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,17 +1,18 @@
-"""Which checks a set-up needs."""
+"""Selects the checks that a set-up needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvstore.client.connecting import EMBEDDED
 from kvstore.doctor.directory import DIRECTORY_NAMES, directory_check
 from kvstore.doctor.finding import skipped
 from kvstore.doctor.machine import machine_check
 from kvstore.doctor.namespaces import namespaces_check
 from kvstore.doctor.redis import REDIS_NAMES, redis_check
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.doctor.s3 import S3_NAMES, s3_check
-from kvstore.doctor.service import EMBEDDED, ServiceAddress, service_check
+from kvstore.doctor.service import ServiceAddress, service_check
 from kvstore.doctor.versions import versions_check
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
@@ -24,14 +25,14 @@ _ELSEWHERE = "the settings here name no tiers: run this with the service's (--co
 
 
 def checks_of(settings: Settings, address: ServiceAddress) -> list[Check]:
-    """All checks; those that a set-up has no subject for say so.
+    """All checks; those that do not apply to this set-up report why they are skipped.
 
     Args:
         settings: The service's, or defaults where they are not known here.
         address: Where the service is.
 
     Raises:
-        InvalidRequest: The url is no address.
+        InvalidRequest: The url is not an address.
     """
     is_here = address.url in (EMBEDDED, str(settings.listen)) or not isinstance(parse_address(address.url), TcpAddress)
     return [
@@ -78,9 +79,9 @@ def _unknown(why: str) -> list[Check]:
 
 
 def _none(names: Sequence[str], why: str) -> Check:
-    """A subject that there is nothing of: one line."""
+    """A check that only reports that its subject is skipped."""
 
-    async def run(tell: Tell, deadline: Deadline) -> None:
-        tell(skipped(names[0], why))
+    async def run(report: Report, deadline: Deadline) -> None:
+        report(skipped(names[0], why))
 
     return Check((names[0],), run, "")

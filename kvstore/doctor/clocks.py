@@ -1,4 +1,4 @@
-"""How far another clock is from ours. Pure."""
+"""Judges how far another machine's clock is from ours. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["judge_clock"]
 _FIX = "set the clocks by NTP on both machines: timedatectl set-ntp true (or start chronyd)"
 _USUAL_S = 2.0
 _REFUSED_S = 900.0
-"""S3 refuses signatures that are older; ages of records and leases are compared between machines."""
+"""S3 refuses signatures that are older. Also, ages of records and leases are compared between machines."""
 
 
 def judge_clock(name: str, whose: str, offset_s: float, error_s: float) -> Finding:
-    """Judge what was measured.
+    """Judge a measured offset.
 
     Args:
-        name: Of the finding.
-        whose: In words.
-        offset_s: How far it is ahead of ours.
-        error_s: By how much that may be wrong.
+        name: Name of the finding.
+        whose: The other machine, in words.
+        offset_s: How far its clock is ahead of ours.
+        error_s: The uncertainty of `offset_s`.
     """
     apart_s = max(0.0, abs(offset_s) - error_s)
     seen = f"the clock of {whose} is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} ours"

@@ -1,4 +1,4 @@
-"""A directory for records: may we write there, is there room, what is it on."""
+"""The directory for records: access, space, kind of file system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.doctor.sizes import size
 from kvstore.format.names import ROOT
 from kvstore.runtime.deadline import Deadline
@@ -35,16 +35,17 @@ _CONTAINER = ("overlay", "aufs")
 
 @dataclass(frozen=True, slots=True)
 class DirectoryFacts:
-    """What was seen at a directory.
+    """Facts about a directory.
 
     Attributes:
         path: Where records are, or will be.
-        exists: It is there, and is a directory.
-        problem: Why a small file could not be written there, or in its nearest parent; empty: it could.
-        free_bytes: What we may still write.
-        total_bytes: Of the file system.
-        used_bytes: Of records there; `None`: too many to count.
-        medium: The file system's type, as the kernel calls it.
+        exists: Whether it exists and is a directory.
+        problem: Why a small file could not be written there, or, where it does not exist, why it cannot be created;
+            empty: no problem.
+        free_bytes: Free space that we may use.
+        total_bytes: Size of the file system.
+        used_bytes: Bytes of the records there; `None`: too many files to count.
+        medium: The file system's type, as the kernel names it.
     """
 
     path: Path
@@ -57,20 +58,20 @@ class DirectoryFacts:
 
 
 def directory_check(path: Path, disk_bytes: int | None) -> Check:
-    """A check of `path`; `disk_bytes` is the setting, `None` where it is left to the service."""
+    """A check of `path`; `disk_bytes` is the setting, `None`: not set."""
 
-    async def run(tell: Tell, deadline: Deadline) -> None:
+    async def run(report: Report, deadline: Deadline) -> None:
         try:
             facts = read_facts(path)
         except PermissionError as error:
-            fix = f"give this user a way there: chmod +x the folders above {path}; or run this as the service's user"
-            tell(failed("directory", str(error), f"{path} can be looked at by this user", fix))
+            fix = f"chmod +x the folders above {path} for this user; or run this as the service's user"
+            report(failed("directory", str(error), f"{path} can be read by this user", fix))
             for name in DIRECTORY_NAMES[1:]:
-                tell(skipped(name, "see directory"))
+                report(skipped(name, "see directory"))
             return
-        tell(judge_access(facts))
-        tell(judge_space(facts, disk_bytes))
-        tell(judge_medium(facts))
+        report(judge_access(facts))
+        report(judge_space(facts, disk_bytes))
+        report(judge_medium(facts))
 
     return Check(
         DIRECTORY_NAMES, run, f"check that the file system of {path} is not a network mount that hangs: df {path}"
@@ -78,10 +79,11 @@ def directory_check(path: Path, disk_bytes: int | None) -> Check:
 
 
 def judge_access(facts: DirectoryFacts) -> Finding:
-    """Judge whether records can be kept there at all."""
+    """Judge whether records can be stored there at all."""
     name, expected = "directory", f"{facts.path} can be written to by this user"
     if not facts.problem:
-        return ok(name, "a file was written and removed" if facts.exists else "not there yet: made at start", expected)
+        seen = "a file was written and removed" if facts.exists else "does not exist yet: created at start"
+        return ok(name, seen, expected)
     fix = f"mkdir -p {facts.path} && chown $(id -un) {facts.path}, or name another in cold (KVSTORE_COLD=file:///dir)"
     if "Read-only" in facts.problem:
         fix = f"mount -o remount,rw the file system of {facts.path}, or name another directory in cold (KVSTORE_COLD)"
@@ -91,7 +93,7 @@ def judge_access(facts: DirectoryFacts) -> Finding:
 
 
 def judge_space(facts: DirectoryFacts, disk_bytes: int | None) -> Finding:
-    """Judge whether what the directory may hold fits."""
+    """Judge whether there is room for what the directory may hold."""
     name, used = "directory.space", facts.used_bytes or 0
     room = facts.free_bytes + used
     seen = f"{size(facts.free_bytes)} of {size(facts.total_bytes)} are free"
@@ -119,38 +121,38 @@ def judge_medium(facts: DirectoryFacts) -> Finding:
         seen = f"{facts.medium}: records are gone after a restart of the machine, and take its memory"
         return warning(name, seen, expected, fix)
     if facts.medium in _NETWORK or facts.medium.startswith("fuse"):
-        seen = f"{facts.medium}: a network file system, slower than computing in the worst case, and it may hang"
+        seen = f"{facts.medium}: a network file system, which may be slower than computing, and may hang"
         return warning(name, seen, expected, f"{fix}; to share records use Redis and S3")
     if facts.medium in _CONTAINER:
-        seen = f"{facts.medium}: inside the container's own layer, gone with it"
+        seen = f"{facts.medium}: inside the container's own layer, deleted with the container"
         return warning(name, seen, expected, f"mount a volume there: docker run -v kvstore:{facts.path}")
     return ok(name, facts.medium or "unknown", expected)
 
 
 def medium_of(path: Path, mountinfo: str) -> str:
-    """The type of the file system that `path`, absolute and without links, is on; empty: not told.
+    """The type of the file system of `path`; empty: not known.
 
     Args:
-        path: Where.
-        mountinfo: The text of `/proc/self/mountinfo`; of two mounts at one place the later one is seen.
+        path: Absolute and without links.
+        mountinfo: The text of `/proc/self/mountinfo`; of two mounts at one place the later one hides the other.
     """
     best, found = -1, ""
     for line in mountinfo.splitlines():
-        before, _, behind = line.partition(" - ")
+        before, _, after = line.partition(" - ")
         fields = before.split(" ")
-        if len(fields) < 5 or not behind:
+        if len(fields) < 5 or not after:
             continue
         mounted = Path(fields[4].replace("\\040", " "))
         if path.is_relative_to(mounted) and len(mounted.parts) >= best:
-            best, found = len(mounted.parts), behind.split(" ")[0]
+            best, found = len(mounted.parts), after.split(" ")[0]
     return found
 
 
 def read_facts(path: Path) -> DirectoryFacts:
-    """Look at a directory; a small file is written there, flushed and removed again.
+    """Examine a directory. If it exists, a small file is written there, flushed and removed.
 
     Raises:
-        OSError: Not even its parents can be looked at.
+        OSError: Neither it nor its parents can be read.
     """
     place = next(parent for parent in (path, *path.parents) if parent.exists())
     seen = os.statvfs(place)
@@ -170,15 +172,15 @@ def read_facts(path: Path) -> DirectoryFacts:
 
 def _problem_of(place: Path, *, is_there: bool) -> str:
     if not place.is_dir():
-        return f"{place} is no directory"
-    if not is_there:  # nothing is left behind where nothing was
-        return "" if os.access(place, os.W_OK | os.X_OK) else f"it is not there, and {place} cannot be written to"
+        return f"{place} is not a directory"
+    if not is_there:  # the directory is not created for the check
+        return "" if os.access(place, os.W_OK | os.X_OK) else f"it does not exist, and {place} cannot be written to"
     probe = place / f"doctor-{secrets.token_hex(8)}"
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             left = _PROBE_BYTES
-            while left:  # a disk that becomes full takes a part first
+            while left:  # a disk that becomes full may take a part only
                 left -= os.write(descriptor, bytes(left))
             os.fsync(descriptor)
         finally:

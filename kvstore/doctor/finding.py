@@ -1,4 +1,4 @@
-"""What one check says."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ __all__ = ["Finding", "Verdict", "failed", "ok", "skipped", "warning", "without"
 
 
 class Verdict(Enum):
-    """How it is; later ones are worse, but for the first, which says nothing."""
+    """The verdict of a check, in the order of severity."""
 
     SKIPPED = "skipped"
     OK = "ok"
     WARNING = "warning"
-    """It works, and costs hits, speed or safety."""
+    """It works, but costs hits, speed or safety."""
     FAILED = "failed"
-    """It does not work, or is going to lose what was promised to stay."""
+    """It does not work, or is going to lose data that should be kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check says.
+    """The result of one check.
 
     Attributes:
         name: Stable, subject first: `redis.policy`.
-        verdict: How it is.
-        seen: What was seen; why it was skipped.
-        expected: What should have been.
-        fix: A command or a setting that mends it; for warnings and failures only.
+        verdict: Its verdict.
+        seen: What was found, or why the check was skipped.
+        expected: What should have been found.
+        fix: A command or a setting that fixes it; for warnings and failures only.
     """
 
     name: str
@@ -56,13 +56,13 @@ def failed(name: str, seen: str, expected: str, fix: str) -> Finding:
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """One finding for several that are about the same of several servers: the worst, the first of these."""
+    """The worst of several servers' findings on one subject; of equal ones the first."""
     order = list(Verdict)
     return max(findings, key=lambda finding: order.index(finding.verdict))
 
 
 def without(finding: Finding, secrets: Iterable[str]) -> Finding:
-    """The finding with every secret hidden, whatever a server or library put into its message."""
+    """The finding with every secret replaced by `***`: messages of servers and libraries may contain some."""
     for secret in secrets:
         if secret:
             texts = {field: getattr(finding, field).replace(secret, "***") for field in ("seen", "expected", "fix")}

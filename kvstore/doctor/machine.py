@@ -1,4 +1,4 @@
-"""Limits of this machine, or container: locked memory, shared memory, memory."""
+"""Limits of this machine or container: locked memory, shared memory, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.doctor.sizes import size
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
@@ -18,22 +18,22 @@ from kvstore.settings import Settings
 __all__ = ["MachineFacts", "judge_memlock", "judge_memory", "judge_shared_memory", "machine_check"]
 
 _PINNED_BYTES = 512 << 20
-"""`pinned_bytes` of the connector, by default, for each rank."""
+"""The connector's default of `pinned_bytes`, per rank."""
 _SHM_BYTES_MIN = 1 << 30
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What this process sees.
+    """The limits of this process.
 
     Attributes:
-        num_gpus: Nvidia's.
+        num_gpus: Nvidia GPUs.
         memlock_bytes: `RLIMIT_MEMLOCK`; `None`: unlimited.
-        has_memfd: Sealed memory that processes share can be made.
-        shm_bytes: Of `/dev/shm`; `None`: there is none.
-        memory_bytes: Of the machine.
-        container_bytes: What our container may use; `None`: no less than that.
+        has_memfd: Whether sealed shared memory can be created.
+        shm_bytes: Size of `/dev/shm`; `None`: there is none.
+        memory_bytes: Memory of the machine.
+        container_bytes: Memory limit of the container; `None`: none, or not below `memory_bytes`.
     """
 
     num_gpus: int
@@ -47,11 +47,11 @@ class MachineFacts:
 def machine_check(settings: Settings, *, is_here: bool) -> Check:
     """A check; `is_here` says whether the service with these settings runs on this machine."""
 
-    async def run(tell: Tell, deadline: Deadline) -> None:
+    async def run(report: Report, deadline: Deadline) -> None:
         facts = read_facts()
-        tell(judge_memlock(facts))
-        tell(judge_shared_memory(facts))
-        tell(
+        report(judge_memlock(facts))
+        report(judge_shared_memory(facts))
+        report(
             judge_memory(facts, settings.memory_bytes)
             if is_here
             else skipped("limits.memory", "the service runs elsewhere: ask there")
@@ -62,7 +62,7 @@ def machine_check(settings: Settings, *, is_here: bool) -> Check:
 
 
 def judge_memlock(facts: MachineFacts) -> Finding:
-    """Pinned memory is locked: below what the ranks pin, an engine falls back to slow copies, or does not start."""
+    """Pinned memory is locked: if the limit is below what the ranks pin, an engine copies slowly or does not start."""
     name = "limits.memlock"
     if not facts.num_gpus:
         return skipped(name, "no Nvidia GPU is seen here, so no memory is pinned")
@@ -86,7 +86,7 @@ def judge_shared_memory(facts: MachineFacts) -> Finding:
         if (facts.shm_bytes or 0) < _SHM_BYTES_MIN:
             seen = f"/dev/shm has {size(facts.shm_bytes or 0)}"
             return warning(name, seen, expected, "docker run --ipc=host, or --shm-size=8g")
-    return ok(name, "records are read where they stand", expected)
+    return ok(name, "records are read from shared memory", expected)
 
 
 def judge_memory(facts: MachineFacts, wanted_bytes: int) -> Finding:

@@ -1,4 +1,4 @@
-"""Namespaces that the store knows: would two engines share one, and if not, which field differs."""
+"""The namespaces of the store: which ones engines should share, and which fields keep them from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore.compose import open_catalog, open_tier
 from kvstore.doctor.finding import Finding, ok, skipped, warning
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.errors import KVStoreError
 from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from kvstore.format.names import ROOT, manifest_name
@@ -50,8 +50,8 @@ _FIXES = (
     (r"layout\.", "the same --block-size"),
     ("", "the same settings of vLLM"),
 )
-"""By what a field's path starts with: what engines should have in common. The first one that fits; causes come before
-what follows from them."""
+"""By a pattern that a field's path starts with: what the engines must have in common. The first match counts; causes
+come before their consequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Difference:
 
     Attributes:
         field: Its path, like `layout.groups[0].heads`.
-        one: Its value, as JSON; empty where there is none.
-        other: Likewise.
+        one: Its value in the first description, as JSON; empty where there is none.
+        other: Its value in the second, likewise.
     """
 
     field: str
@@ -73,21 +73,21 @@ class Difference:
 
 
 def namespaces_check(settings: Settings) -> Check:
-    async def run(tell: Tell, deadline: Deadline) -> None:
+    async def run(report: Report, deadline: Deadline) -> None:
         try:
             found = await _read(settings, deadline)
         except ImportError:
-            tell(skipped(_NAME, "the client is not installed: see packages"))
+            report(skipped(_NAME, "the client is not installed: see packages"))
         except KVStoreError as error:
-            tell(skipped(_NAME, f"they cannot be read: {error.message}"))
+            report(skipped(_NAME, f"they cannot be read: {error.message}"))
         else:
-            tell(judge_namespaces(found))
+            report(judge_namespaces(found))
 
     return Check((_NAME,), run, "check hot and cold first, whose descriptions are read")
 
 
 def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
-    """Judge whether engines that could share a namespace do."""
+    """Judge whether engines that could share a namespace do so."""
     expected = "engines of one model share one namespace"
     if not found:
         return skipped(_NAME, "no engine has opened one yet: run this again when two have started")
@@ -97,26 +97,28 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
         if one.tenant == other.tenant and _could_share(differs := differences(one.fields, other.fields))
     ]
     if not pairs:
-        seen = f"{len(found)} namespace{'s' * (len(found) > 1)}, none of which should be another"
+        seen = f"{len(found)} namespaces, no two of which could be one"
         return ok(_NAME, "one namespace, which all engines share" if len(found) == 1 else seen, expected)
     nearest = sorted(pairs, key=lambda pair: len(pair[0]))[:_PAIRS_MAX]
     seen = "; ".join(_describe(*pair) for pair in nearest)
     if len(pairs) > len(nearest):
-        seen += f"; and {len(pairs) - len(nearest)} pairs more"
+        seen += f"; and {len(pairs) - len(nearest)} more pairs"
     causes = dict.fromkeys(_fix_of(differs[0].field) for differs, _, _ in nearest)
-    fix = f"give these engines {'; '.join(causes)} (a namespace that no engine uses any more does no harm)"
+    fix = f"give these engines {'; '.join(causes)} (ignore a namespace that no engine uses any more)"
     return warning(_NAME, seen, expected, fix)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Every field that differs, causes before what follows from them."""
+    """Every field that differs, causes before their consequences."""
     found = field_differences(one, other)
     paths = sorted(found, key=lambda path: (_rank(path), path))
     return [Difference(path, *map(_as_json, found[path])) for path in paths]
 
 
 def _could_share(differs: Sequence[Difference]) -> bool:
-    """The same weights in another setting; or the same in all but the name that one operator gave the weights."""
+    """Whether the weights are the same; or everything but the weights id is, and just one of the ids was given by an
+    operator.
+    """
     weights = next((difference for difference in differs if difference.field == "weights_id"), None)
     if weights is None:
         return True
@@ -126,7 +128,7 @@ def _could_share(differs: Sequence[Difference]) -> bool:
 
 def _describe(differs: Sequence[Difference], one: NamespaceDescription, other: NamespaceDescription) -> str:
     shown = ", ".join(map(str, differs[:_FIELDS_MAX]))
-    more = f" and {len(differs) - _FIELDS_MAX} fields more" if len(differs) > _FIELDS_MAX else ""
+    more = f" and {len(differs) - _FIELDS_MAX} more fields" if len(differs) > _FIELDS_MAX else ""
     model = one.fields.get("architecture", "a model")
     return f"{model} has two, {one.id.hex()[:8]} and {other.id.hex()[:8]}, which differ in {shown}{more}"
 
@@ -150,7 +152,7 @@ def _as_json(value: object) -> str:
 
 
 async def _read(settings: Settings, deadline: Deadline) -> list[NamespaceDescription]:
-    """The descriptions of what the store knows, from wherever they stand; lost and damaged ones are left out."""
+    """The descriptions of the store's namespaces, from any tier; lost and damaged ones are left out."""
     if isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation):
         return _read_directory(settings.cold.path)
     async with AsyncExitStack() as stack:

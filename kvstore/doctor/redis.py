@@ -1,4 +1,4 @@
-"""Redis: may we, what is it, will it keep what must be kept."""
+"""Redis: login, rights, topology, version, memory, eviction policy, persistence, latency, clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.doctor.clocks import judge_clock
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning, worst
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.doctor.sizes import size
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
@@ -30,44 +30,44 @@ _LOGIN_FIX = (
 
 
 def redis_check(location: RedisLocation) -> Check:
-    """All about one location.
+    """The check of one location.
 
     Raises:
         ImportError: The client is not installed.
     """
-    from kvstore.tiers.redis.examine import examine_redis  # it takes a while, which no deadline is to notice
+    from kvstore.tiers.redis.examine import examine_redis  # slow: here, so that it does not count for the deadline
 
-    async def run(tell: Tell, deadline: Deadline) -> None:
+    async def run(report: Report, deadline: Deadline) -> None:
         try:
             seen = await examine_redis(location, deadline=deadline)
         except KVStoreError as error:
-            tell(judge_refusal(location, error))
+            report(judge_refusal(location, error))
             for name in REDIS_NAMES[1:]:
-                tell(skipped(name, "see redis"))
+                report(skipped(name, "see redis"))
             return
         for finding in judge_redis(location, seen):
-            tell(finding)
+            report(finding)
 
-    return Check(REDIS_NAMES, run, _thaw(location))
+    return Check(REDIS_NAMES, run, _no_answer_fix(location))
 
 
-def _thaw(location: RedisLocation) -> str:
+def _no_answer_fix(location: RedisLocation) -> str:
     host, port = location.addresses[0]
     return (
-        f"check that it is not frozen and not swapping: redis-cli -h {host} -p {port} PING; SLOWLOG GET; start it again"
+        f"check that it is not frozen and not swapping: redis-cli -h {host} -p {port} PING; SLOWLOG GET; or restart it"
     )
 
 
 def judge_refusal(location: RedisLocation, error: KVStoreError) -> Finding:
-    """Judge why it cannot be looked at."""
-    text, expected = str(error), f"{location} answers and takes our login"
+    """Judge why it cannot be examined."""
+    text, expected = str(error), f"{location} answers and accepts our login"
     if any(code in text for code in ("WRONGPASS", "NOAUTH", "invalid password", "invalid username")):
         return failed("redis", text, expected, _LOGIN_FIX)
     if "NOPERM" in text:
         return failed("redis", text, expected, "give this user the rights in docs/redis.md (ACL SETUSER)")
     if "deadline" in text:
-        return failed("redis", text, expected, _thaw(location))
-    # our messages name the next step behind their first colon
+        return failed("redis", text, expected, _no_answer_fix(location))
+    # our messages name the next step after their first colon
     next_step = error.message.partition(": ")[2] or "check that it runs, and that hot (KVSTORE_HOT) names it"
     return failed("redis", text, expected, next_step)
 
@@ -81,7 +81,7 @@ def judge_redis(location: RedisLocation, seen: RedisExamination) -> list[Finding
         for address, (offset_s, error_s) in seen.clock_offsets_s.items()
     ]
     return [
-        ok("redis", f"answers at {addresses}", "it answers and takes our login"),
+        ok("redis", f"answers at {addresses}", "it answers and accepts our login"),
         _judge_rights(seen),
         _judge_topology(location, seen),
         worst([_judge_version(server) for server in servers]),
@@ -96,14 +96,14 @@ def judge_redis(location: RedisLocation, seen: RedisExamination) -> list[Finding
 def _judge_rights(seen: RedisExamination) -> Finding:
     name, expected = "redis.rights", "our keys, scripts and writes are allowed"
     if not seen.refused:
-        return ok(name, "everything that we do is allowed", expected)
+        return ok(name, "all commands that the store uses are allowed", expected)
     said = "; ".join(f"{what}: {why}" for what, why in seen.refused.items())
     reasons = " ".join(seen.refused.values())
-    fix = "give this user the rights in docs/redis.md: ACL SETUSER ... (one made from an earlier release's lacks some)"
+    fix = "give this user the rights in docs/redis.md: ACL SETUSER ... (this release may need more than earlier ones)"
     if "OOM" in reasons:
-        fix = f"it is full and drops nothing: {_VOLATILE}; or raise maxmemory"
+        fix = f"it is full and evicts nothing: {_VOLATILE}; or raise maxmemory"
     elif "MISCONF" in reasons:
-        fix = "make room on its disk, or switch snapshots off: CONFIG SET save ''"
+        fix = "free space on its disk, or switch snapshots off: CONFIG SET save ''"
     elif "READONLY" in reasons:
         fix = "name the primary in hot, or its sentinels: redis+sentinel://sentinel:26379/service"
     elif "MOVED" in reasons:
@@ -120,9 +120,7 @@ def _judge_topology(location: RedisLocation, seen: RedisExamination) -> Finding:
             return failed(name, f"{seen.num_slots_missing} hash slots are not served", expected, fix)
         alone = [server.address for server in seen.servers if not server.num_replicas]
         if alone:
-            fix = (
-                "add replicas: redis-cli --cluster add-node ... --cluster-slave; without, a dead node's keys are misses"
-            )
+            fix = "add replicas: redis-cli --cluster add-node ... --cluster-slave; else a dead node's keys are misses"
             return warning(name, f"no replica: {', '.join(alone)}", expected, fix)
         return ok(name, f"a cluster of {len(seen.servers)} primaries", expected)
     if location.mode == "sentinel":
@@ -171,7 +169,7 @@ def _judge_memory(server: ServerFacts) -> Finding:
     command = f"CONFIG SET maxmemory {best // (1 << 20)}mb" if best else "CONFIG SET maxmemory <bytes>"
     fix = f"{command} on {server.address} (or less, if others need memory there), and the same in redis.conf"
     if limit is None:
-        return warning(name, "no maxmemory: it grows until its machine kills it", expected, fix)
+        return warning(name, "no maxmemory: it grows until its machine runs out of memory", expected, fix)
     seen = f"{size(server.used_bytes)} of maxmemory {size(limit)} in use"
     if limit < MEMORY_BYTES_MIN:
         return warning(name, f"{seen}: too little for the pages of long prompts", expected, fix)
@@ -187,10 +185,10 @@ def _judge_policy(server: ServerFacts) -> Finding:
         "maxmemory-policy volatile-lru, or another volatile-*",
     )
     if policy.startswith("allkeys"):
-        seen = f"{policy}: it may evict records that no other tier has, pending writes and the catalog"
+        seen = f"{policy}: it may evict records that no other tier has, pending entries and the catalog"
         return failed(name, seen, expected, _VOLATILE)
     if policy == "noeviction":
-        seen = "noeviction: once it is full it takes no new record"
+        seen = "noeviction: once it is full it accepts no new record"
         return warning(name, seen, expected, _VOLATILE)
     return ok(name, policy or "unknown", expected)
 
@@ -200,7 +198,7 @@ def _judge_persistence(server: ServerFacts) -> Finding:
     if server.disk_problem:
         seen = f"its last write to disk failed ({server.disk_problem}): it may refuse writes"
         return failed(
-            name, seen, expected, "make room on its disk, or: CONFIG SET save '' and CONFIG SET appendonly no"
+            name, seen, expected, "free space on its disk, or: CONFIG SET save '' and CONFIG SET appendonly no"
         )
     if server.writes_log:
         seen = "every record is written to its append-only file too"
@@ -214,6 +212,6 @@ def _judge_latency(server: ServerFacts) -> Finding:
     name, seen = "redis.latency", f"{server.latency_s * 1000:.2f} ms for the best of a few small round trips"
     expected = f"at most {SLOW_S * 1000:g} ms, as in one data centre"
     if server.latency_s > SLOW_S:
-        fix = f"move it nearer; or find what blocks it: redis-cli -h {server.address.rpartition(':')[0]} LATENCY DOCTOR"
+        fix = f"move it closer; or find what blocks it: redis-cli -h {server.address.rpartition(':')[0]} LATENCY DOCTOR"
         return warning(name, seen, expected, f"{fix}, SLOWLOG GET; check that it does not swap")
     return ok(name, seen, expected)

@@ -1,4 +1,4 @@
-"""Runs checks side by side, each in a thread and under a deadline of its own."""
+"""Runs checks in parallel, each in a thread and under a deadline of its own."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from kvstore.errors import KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Check", "Tell", "run_checks"]
+__all__ = ["Check", "Report", "run_checks"]
 
-Tell = Callable[[Finding], None]
+Report = Callable[[Finding], None]
 
 _GRACE_S = 0.5
-"""Behind its deadline: whoever knows what it waited for says so until then."""
+"""Time after the deadline for a check to report what it was waiting for."""
 _UNDO_S = 1.5
+"""Time after that for a cancelled check to clean up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A look at one subject.
+    """The check of one subject.
 
     Attributes:
-        names: Of all its findings, in the order in which it tells them.
-        run: Tells each of them once. When it raises, or is late, the first that is missing failed. It may block: it has
-            a thread and an event loop of its own.
-        fix: For when it does not answer.
+        names: Names of all its findings, in the order in which it reports them.
+        run: Reports each of them once. If it raises or is late, the first missing finding fails. It may block: it has a
+            thread and an event loop of its own.
+        fix: The fix of that failed finding.
     """
 
     names: tuple[str, ...]
-    run: Callable[[Tell, Deadline], Awaitable[None]]
+    run: Callable[[Report, Deadline], Awaitable[None]]
     fix: str
 
 
 def run_checks(checks: Sequence[Check], *, timeout_s: float) -> list[Finding]:
-    """What all checks say, in their order, within two seconds of `timeout_s`.
+    """Run all checks; returns their findings, in order, at most two seconds after `timeout_s`.
 
-    What it has begun is undone by each check that is late; one that does not even let go then, as on a network file
-    system that hangs, is left behind in a thread that nobody waits for.
+    A check that is late is cancelled, and cleans up. One that cannot be cancelled, as on a hanging network file system,
+    is abandoned in its thread.
     """
     runs = [_Run(check, timeout_s) for check in checks]
     for run in runs:
@@ -57,18 +58,18 @@ class _Run:
         self.thread = threading.Thread(target=self._main, name=f"doctor {check.names[0]}", daemon=True)
         self._check = check
         self._timeout_s = timeout_s
-        self._told: dict[str, Finding] = {}
+        self._reported: dict[str, Finding] = {}
         self._problem = f"no answer within {timeout_s:g} s"
 
     def findings(self) -> list[Finding]:
-        """Those told, and for those that are missing why they are."""
-        told = dict(self._told)
-        missing = [name for name in self._check.names if name not in told]
+        """The reported findings; for missing ones, a failure with the reason and skipped ones."""
+        reported = dict(self._reported)
+        missing = [name for name in self._check.names if name not in reported]
         if missing:
             first = missing[0]
-            told[first] = failed(first, self._problem, "an answer", self._check.fix)
-            told |= {name: skipped(name, f"see {first}") for name in missing[1:]}
-        return [told[name] for name in self._check.names]
+            reported[first] = failed(first, self._problem, "an answer", self._check.fix)
+            reported |= {name: skipped(name, f"see {first}") for name in missing[1:]}
+        return [reported[name] for name in self._check.names]
 
     def _main(self) -> None:
         asyncio.run(self._work())
@@ -77,7 +78,7 @@ class _Run:
         deadline = Deadline.after(self._timeout_s)
         try:
             async with asyncio.timeout(self._timeout_s + _GRACE_S):
-                (outcome,) = await asyncio.gather(self._check.run(self._tell, deadline), return_exceptions=True)
+                (outcome,) = await asyncio.gather(self._check.run(self._report, deadline), return_exceptions=True)
         except TimeoutError:
             return
         if isinstance(outcome, KVStoreError | OSError):
@@ -85,5 +86,5 @@ class _Run:
         elif outcome is not None:
             self._problem = f"a bug, please report it: {type(outcome).__name__}: {outcome}"
 
-    def _tell(self, finding: Finding) -> None:
-        self._told[finding.name] = finding
+    def _report(self, finding: Finding) -> None:
+        self._reported[finding.name] = finding

@@ -1,4 +1,4 @@
-"""S3: is the bucket there, may we, does it keep its promises, will it delete what is used most."""
+"""S3: bucket, clock, rights, conditional writes, lifecycle rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.doctor.clocks import judge_clock
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import S3Location, without_secrets
@@ -33,54 +33,54 @@ _LOGIN_FIX = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) of this endpoint where the service starts"
 )
 _SLOW_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
-"""What is there cannot be read without a restore of hours."""
+"""Storage classes that cannot be read without a restore, which takes hours."""
 
 
 def s3_check(location: S3Location) -> Check:
-    """All about one location.
+    """The check of one location.
 
     Raises:
         ImportError: The client is not installed.
     """
-    from kvstore.tiers.s3.examine import open_examiner  # it takes a while, which no deadline is to notice
+    from kvstore.tiers.s3.examine import open_examiner  # slow: here, so that it does not count for the deadline
 
-    async def run(tell: Tell, deadline: Deadline) -> None:
+    async def run(report: Report, deadline: Deadline) -> None:
         async with open_examiner(location) as bucket:
-            await _look_at(bucket, location, tell)
+            await _look_at(bucket, location, report)
 
     where = without_secrets(location.endpoint_url or "the endpoint")
-    return Check(S3_NAMES, run, f"check that {where} runs and is reached from here (network, firewall, HTTP proxy)")
+    return Check(S3_NAMES, run, f"check that {where} runs and can be reached from here (network, firewall, HTTP proxy)")
 
 
-async def _look_at(bucket: BucketExaminer, location: S3Location, tell: Tell) -> None:
+async def _look_at(bucket: BucketExaminer, location: S3Location, report: Report) -> None:
     try:
         await bucket.namespaces()
     except KVStoreError as error:
         found = judge_refusal(location, error)
-        tell(found or ok("s3", f"{location} is there", "the bucket is there"))
-        tell(judge_clock_of(bucket.clock_offset_s))
+        report(found or ok("s3", f"{location} is there", "the bucket is there"))
+        report(judge_clock_of(bucket.clock_offset_s))
         if found is not None:
             for name in S3_NAMES[2:]:
-                tell(skipped(name, "see s3"))
+                report(skipped(name, "see s3"))
             return
     else:
-        tell(ok("s3", f"{location} is there", "the bucket is there"))
-        tell(judge_clock_of(bucket.clock_offset_s))
+        report(ok("s3", f"{location} is there", "the bucket is there"))
+        report(judge_clock_of(bucket.clock_offset_s))
     trial = await bucket.try_out()
-    tell(judge_rights(location, trial))
-    tell(judge_conditional(trial))
+    report(judge_rights(location, trial))
+    report(judge_conditional(trial))
     try:
-        tell(judge_lifecycle(location, await bucket.rules()))
+        report(judge_lifecycle(location, await bucket.rules()))
     except Unavailable as error:
         if "code" not in error.details:
             raise
         why = f"the rules cannot be read ({error.details['code']}; s3:GetLifecycleConfiguration): look yourself"
-        tell(skipped("s3.lifecycle", why))
+        report(skipped("s3.lifecycle", why))
 
 
 def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
-    """Judge why names cannot be listed; `None`: only that is not allowed, which the rights tell."""
-    text, code, expected = str(error), error.details.get("code"), f"{location} is there, and takes our credentials"
+    """Judge why names cannot be listed; `None`: only listing is denied, which `judge_rights` reports."""
+    text, code, expected = str(error), error.details.get("code"), f"{location} exists and accepts our credentials"
     if "does not exist" in error.message:
         fix = f"aws s3 mb s3://{location.bucket} (with --endpoint-url where it is not Amazon's), or correct cold"
         return failed("s3", f"no bucket {location.bucket} at this endpoint", expected, fix)
@@ -97,7 +97,7 @@ def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
 
 
 def judge_rights(location: S3Location, trial: Trial) -> Finding:
-    """Judge what may be done with one small object."""
+    """Judge which operations on a small object are allowed."""
     name, expected = "s3.rights", f"{_RIGHTS} on {location}"
     if trial.refused:
         seen = ", ".join(f"{right} is refused ({code})" for right, code in trial.refused.items())
@@ -112,7 +112,7 @@ def judge_rights(location: S3Location, trial: Trial) -> Finding:
 
 
 def judge_conditional(trial: Trial) -> Finding:
-    """Judge whether of two writers of one name the first wins."""
+    """Judge whether the first of two writers of one name wins."""
     name, expected = "s3.conditional_writes", "If-None-Match: * refuses a second put"
     if trial.writes_once is None:
         return skipped(name, "see s3.rights")
@@ -125,12 +125,12 @@ def judge_conditional(trial: Trial) -> Finding:
 
 
 def judge_lifecycle(location: S3Location, rules: Sequence[LifecycleRule]) -> Finding:
-    """Judge rules that touch records: they go by age, and what is used most is oldest."""
+    """Judge lifecycle rules that apply to records: they select by age, and the oldest prefixes may be the most used."""
     name, expected = "s3.lifecycle", "no rule removes or archives records: cold_bytes and cold_unused_s bound them"
     api = f"aws s3api get-bucket-lifecycle-configuration --bucket {location.bucket}"
     for rule in rules:
         if rule.expires is not None:
-            seen = f"rule {rule.name!r} removes objects {rule.expires}: the oldest prefixes, which are used most"
+            seen = f"rule {rule.name!r} removes objects {rule.expires}, even the prefixes that are used most"
             fix = f"remove it, or give it another prefix ({api}), and set cold_bytes or cold_unused_s instead"
             return failed(name, seen, expected, fix)
     for rule in rules:
@@ -140,11 +140,11 @@ def judge_lifecycle(location: S3Location, rules: Sequence[LifecycleRule]) -> Fin
         if any(target in _SLOW_CLASSES for target in rule.moves_to):
             return failed(name, f"{seen}, where they cannot be read", expected, fix)
         return warning(name, f"{seen}, where each read is billed", expected, fix)
-    return ok(name, "no rule touches records", expected)
+    return ok(name, "no rule applies to records", expected)
 
 
 def judge_clock_of(offset_s: float | None) -> Finding:
-    """Judge the endpoint's clock, which it tells to a second."""
+    """Judge the endpoint's clock, which is known to a second."""
     if offset_s is None:
-        return skipped("s3.clock", "no answer told its date")
+        return skipped("s3.clock", "no answer had a date")
     return judge_clock("s3.clock", "the S3 endpoint", offset_s, 1.0)

@@ -1,4 +1,4 @@
-"""Bytes in words, as the settings read them back."""
+"""Formats sizes so that the settings can read them back."""
 
 from __future__ import annotations
 

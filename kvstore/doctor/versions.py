@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 from kvstore.doctor.finding import Finding, failed, ok, skipped
-from kvstore.doctor.running import Check, Tell
+from kvstore.doctor.running import Check, Report
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.tiers.locations import RedisLocation, S3Location
@@ -27,10 +27,10 @@ _EXTRAS = {
 
 
 def versions_check(settings: Settings) -> Check:
-    async def run(tell: Tell, deadline: Deadline) -> None:
-        tell(judge_python(sys.version_info[:3]))
-        tell(judge_vllm(_installed("vllm")))
-        tell(judge_packages(extras_of(settings), _is_installed))
+    async def run(report: Report, deadline: Deadline) -> None:
+        report(judge_python(sys.version_info[:3]))
+        report(judge_vllm(_installed("vllm")))
+        report(judge_packages(extras_of(settings), _is_installed))
 
     return Check(("python", "vllm", "packages"), run, "reinstall kvstore: pip install --force-reinstall kvstore")
 
@@ -38,7 +38,7 @@ def versions_check(settings: Settings) -> Check:
 def judge_python(seen: Sequence[int]) -> Finding:
     text, least = ".".join(map(str, seen)), ".".join(map(str, PYTHON_MIN))
     if tuple(seen) < PYTHON_MIN:
-        return failed("python", text, f"{least} or later", f"make the environment anew with Python {least}")
+        return failed("python", text, f"{least} or later", f"create the environment with Python {least}")
     return ok("python", text, f"{least} or later")
 
 
@@ -46,9 +46,9 @@ def judge_vllm(seen: str | None) -> Finding:
     """Judge the installed version, or `None`."""
     expected = " or ".join(f"{release}.x" for release in SUPPORTED_VLLM)
     if seen is None:
-        return skipped("vllm", "vLLM is not installed in this Python: ask the engine's")
+        return skipped("vllm", "vLLM is not installed in this Python: run this in the engine's")
     if not any(seen == release or seen.startswith(f"{release}.") for release in SUPPORTED_VLLM):
-        fix = f"pip install 'vllm=={SUPPORTED_VLLM[-1]}.*', or take the release of kvstore that is made for vLLM {seen}"
+        fix = f"pip install 'vllm=={SUPPORTED_VLLM[-1]}.*', or use a release of kvstore that supports vLLM {seen}"
         return failed("vllm", f"{seen}: engines run without the store", expected, fix)
     return ok("vllm", seen, expected)
 
@@ -65,23 +65,23 @@ def extras_of(settings: Settings) -> list[str]:
 
 def judge_packages(extras: Sequence[str], is_installed: Callable[[str], bool]) -> Finding:
     missing = {extra: [name for name in _EXTRAS[extra] if not is_installed(name)] for extra in extras}
-    lacking = [extra for extra in extras if missing[extra]]
+    incomplete = [extra for extra in extras if missing[extra]]
     expected = f"what {' and '.join(extras) or 'memory and a directory'} need"
-    if lacking:
-        names = ", ".join(name for extra in lacking for name in missing[extra])
-        return failed("packages", f"not installed: {names}", expected, f"pip install 'kvstore[{','.join(lacking)}]'")
+    if incomplete:
+        names = ", ".join(name for extra in incomplete for name in missing[extra])
+        return failed("packages", f"not installed: {names}", expected, f"pip install 'kvstore[{','.join(incomplete)}]'")
     return ok("packages", "all installed" if extras else "the base installation is enough", expected)
 
 
 def _installed(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:
-        return None
+    except PackageNotFoundError:  # another distribution may provide it, as for vLLM on CPUs
+        return next((version(other) for other in packages_distributions().get(name, ())), None)
 
 
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package is not installed
         return False

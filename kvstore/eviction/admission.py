@@ -15,7 +15,7 @@ __all__ = ["Admission", "AdmitAll", "BySize", "SecondSight"]
 class Admission(ABC):
     """Decides how much of a prompt to save. Pure.
 
-    A prefix without its start is of no use, so the answer is how far to save: the first so many boundaries.
+    A prefix without its start is useless, so the answer is a count: how many boundaries from the start to save.
     """
 
     name: ClassVar[str]
@@ -26,20 +26,20 @@ class Admission(ABC):
 
         Args:
             path: The prompt's boundaries, ascending.
-            tokens: Tokens below each.
+            tokens: Position of each, in tokens.
         """
 
     @abstractmethod
     def admits_unasked(self, tokens: int) -> bool:
-        """Whether a boundary may be held of which nobody asked before, e.g. one of generated tokens.
+        """Whether a boundary may be held that no lookup has asked for, e.g. one of generated tokens.
 
         Args:
-            tokens: Tokens below it.
+            tokens: Its position, in tokens.
         """
 
 
 class AdmitAll(Admission):
-    """Everything."""
+    """Admits everything."""
 
     name: ClassVar[str] = "all"
 
@@ -51,12 +51,12 @@ class AdmitAll(Admission):
 
 
 class SecondSight(Admission):
-    """What was offered before: most of a conversation's prompts are seen once, and then cost no write.
+    """Admits what was offered before: a prompt that is seen only once then costs no write.
 
     Args:
-        remembered: Room for so many boundaries, four bytes each. A newer one takes the place of an older one, so what
-            comes again only after many times `remembered` others is not recognised: with little room to hold it, it
-            would not be there long enough for a third time.
+        remembered: Boundaries that are remembered, in four bytes each. A newer one may overwrite an older one, so a
+            boundary that comes again only after many times `remembered` others is not recognised. It would not be held
+            long enough for a third use anyway, where `remembered` is about the number of boundaries held.
     """
 
     name: ClassVar[str] = "second_sight"
@@ -69,9 +69,9 @@ class SecondSight(Admission):
         known = 0
         for index, key in enumerate(path):
             bits = spread(key)
-            place, mark = bits % size, (bits >> 32) | 1  # never the zero of an empty place
+            place, mark = bits % size, (bits >> 32) | 1  # never 0, which marks an empty place
             if marks[place] == mark:
-                known = index + 1  # what is below was offered with it, even where its mark is gone
+                known = index + 1  # all shorter ones were offered with it, even if their marks are overwritten
             else:
                 marks[place] = mark
         return known
@@ -81,7 +81,7 @@ class SecondSight(Admission):
 
 
 class BySize(Admission):
-    """Prompts of some length: a short one is computed about as quickly as it is fetched.
+    """Admits long prompts: a short one is computed about as quickly as it is fetched.
 
     Args:
         min_tokens: Shorter prompts are not kept.

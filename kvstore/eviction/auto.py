@@ -1,8 +1,8 @@
-"""`auto`: tries every candidate in small on a sample of the live prompts, and follows the one that hits most."""
+"""`auto`: simulates every candidate on a sample of the live prompts, and follows the one with the most hits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.eviction.cache import PrefixCache
@@ -14,21 +14,23 @@ from kvstore.eviction.sampling import PrefixSample
 __all__ = ["COPY_BOUNDARIES", "Auto"]
 
 COPY_BOUNDARIES = 4096
-"""A copy holds about so many boundaries, some 2 MB. Where no more are held in all, it is exact."""
+"""About how many boundaries each simulation holds. Where the tier holds no more than these, the simulation is exact."""
 _DECIDE_EVERY = 32
-"""Prompts of the sample between decisions: a change costs a pass over all that is held."""
+"""Sampled prompts between decisions: a change of policy costs a pass over all held boundaries."""
 _MEMORY_PROMPTS = 4000
-"""Prompts of the sample after which a hit counts a third: a day's other half may need another policy."""
+"""Sampled prompts after which a hit's weight has decayed to 1/e: the best policy may change over a day."""
 _LEAD = 1.03
-"""Less of a lead is noise, and not worth a change."""
+"""The ratio by which another candidate's score must exceed the current one's: less is noise."""
 
 
 @dataclass(slots=True)
-class _Copy:
-    """One candidate, as it would fare.
+class _Simulation:
+    """A cache of the sample, managed by one candidate.
 
     Attributes:
-        score: Tokens it hit, older ones counting less.
+        candidate: Its policy and admission rule.
+        cache: What it holds.
+        score: Hit tokens; older ones count less.
     """
 
     candidate: Candidate
@@ -37,24 +39,24 @@ class _Copy:
 
 
 class Auto:
-    """Chooses among candidates by what each would have hit, had it been followed all along.
+    """Chooses among candidates by the tokens that each would have hit, had it been followed all along.
 
-    No single policy wins: with little room the ones that let newcomers wait do, with much room `lru` does, and where
-    between depends on the traffic. A copy costs about as much as the real thing per prompt of the sample, which is
-    small where the real thing is large.
+    No single policy always wins: with a small budget, policies that make new boundaries prove themselves do; with a
+    large one, `lru` does; the crossover depends on the traffic. Per sampled prompt a simulation costs about as much as
+    the real cache does per prompt; the larger the cache, the smaller the sample.
 
     Args:
         candidates: The first is followed until another leads.
-        budget_bytes: Of what is really held.
-        boundary_bytes: Of a usual boundary.
+        budget_bytes: Budget of the real cache.
+        boundary_bytes: Bytes of a typical boundary.
     """
 
     def __init__(self, candidates: Sequence[Candidate] = CANDIDATES, *, budget_bytes: int, boundary_bytes: int) -> None:
         num_held = max(1, budget_bytes // boundary_bytes)
         self._sample = PrefixSample(COPY_BOUNDARIES / num_held)
         share = self._sample.share
-        self._copies = [
-            _Copy(
+        self._simulations = [
+            _Simulation(
                 candidate,
                 PrefixCache(
                     Holdings(int(budget_bytes * share), candidate.make_policy),
@@ -63,40 +65,35 @@ class Auto:
             )
             for candidate in candidates
         ]
-        self._current = self._copies[0]
+        self._current = self._simulations[0]
         self._num_sampled = 0
 
     @property
     def current(self) -> Candidate:
-        """The candidate to follow now."""
+        """The candidate that is followed now."""
         return self._current.candidate
 
-    @property
-    def scores(self) -> Mapping[str, float]:
-        """What each candidate hit of the sample lately, in tokens."""
-        return {copy.candidate.name: copy.score for copy in self._copies}
-
     def observe(self, path: Sequence[Key], tokens: Sequence[int], sizes: Sequence[int], now: float) -> bool:
-        """A prompt was looked up, and will be saved as far as it is not held. True: `current` has changed.
+        """Record a lookup of a prompt, whose missing boundaries will be saved. Returns whether `current` has changed.
 
         Args:
             path: The prompt's boundaries, ascending.
-            tokens: Tokens below each.
+            tokens: Position of each, in tokens.
             sizes: Bytes of each one's records.
-            now: The caller's clock.
+            now: Time on the caller's clock.
         """
         if not path or not self._sample.takes(path):
             return False
-        for copy in self._copies:
-            holdings = copy.cache.holdings
+        for one in self._simulations:
+            holdings = one.cache.holdings
             held = holdings.leading(path)
-            copy.score = copy.score * (1 - 1 / _MEMORY_PROMPTS) + (tokens[held - 1] if held else 0)
+            one.score = one.score * (1 - 1 / _MEMORY_PROMPTS) + (tokens[held - 1] if held else 0)
             holdings.use(path[:held], now)
-            copy.cache.save(path, tokens, sizes, now)
+            one.cache.save(path, tokens, sizes, now)
         self._num_sampled += 1
         if self._num_sampled % _DECIDE_EVERY:
             return False
-        best = max(self._copies, key=lambda copy: copy.score)
+        best = max(self._simulations, key=lambda one: one.score)
         if best.score <= self._current.score * _LEAD:
             return False
         self._current = best

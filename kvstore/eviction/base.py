@@ -1,4 +1,4 @@
-"""What a policy is: an order in which free boundaries leave."""
+"""The interface of an eviction policy: it ranks the boundaries that are free to be evicted."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from kvstore.runtime.split_dict import SplitDict
 __all__ = ["FreeNodes", "Policy"]
 
 _SLACK = 64
+"""Heap entries below which a compaction is not worth its cost."""
 
 
 class Policy(ABC):
     """Ranks the boundaries of one budget. Pure: no I/O, no clock, no randomness.
 
-    The caller guarantees that `came` is a node's first call and `left` its last, that a node's parent came before it,
-    and that `used` is called for the longest prefix first, down to the first boundary of the prompt. The policy
-    guarantees that what `victim` returns is held and free.
+    The caller guarantees that `added` is a node's first call and `removed` its last, that a node's parent is added
+    before it, and that `used` is called for the longest prefix first, down to the first boundary of the prompt. The
+    policy guarantees that what `victim` returns is held and free.
     """
 
     name: ClassVar[str]
     """As settings and reports spell it."""
 
     @abstractmethod
-    def came(self, node: Node) -> None:
-        """A boundary is now held; `node.is_free` says whether it may leave."""
+    def added(self, node: Node) -> None:
+        """A boundary is now held; it is free once `node.num_holds` is 0."""
 
     @abstractmethod
     def used(self, node: Node) -> None:
-        """A lookup was served by this boundary; `num_uses` and `last_use` say so already."""
+        """A lookup was served by this boundary; `num_uses` and `last_use` are updated already."""
 
     @abstractmethod
     def freed(self, node: Node) -> None:
-        """Nothing hangs on this boundary any more."""
+        """The boundary has become free: `node.num_holds` is 0."""
 
-    def left(self, node: Node) -> None:  # noqa: B027 - most policies keep nothing of what left
-        """The boundary is held no longer, whether it was chosen here or left for another reason."""
+    def removed(self, node: Node) -> None:  # noqa: B027 - most policies keep nothing of removed boundaries
+        """The boundary is no longer held, whether `victim` chose it or it was removed for another reason."""
 
     @abstractmethod
     def victim(self) -> Node | None:
-        """The boundary to evict next, which is then forgotten here; `None`: nothing is free."""
+        """The boundary to evict next, which the policy no longer offers; `None`: nothing is free."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Forget all, piece by piece, so that other threads go on meanwhile; of no use afterwards."""
+        """Drop all state piece by piece, so that other threads are not stopped; the policy is unusable afterwards."""
 
 
 class FreeNodes:
-    """The free boundaries of one queue, lowest rank first; of equal ranks, whichever was put there first.
+    """A priority queue of free boundaries, lowest rank first; of equal ranks, the one that was pushed first.
 
-    Ranks change and boundaries stop being free far more often than one leaves, so what is outdated stays until it
-    comes up, or until it is most of what is here.
+    Ranks change and boundaries stop being free far more often than one is evicted. So outdated entries stay in the heap
+    until they are popped, or until they are most of it.
     """
 
     def __init__(self, queue: int = 0) -> None:
@@ -65,13 +66,13 @@ class FreeNodes:
         self._compact_at = _SLACK
 
     def push(self, node: Node) -> None:
-        """Offer a free boundary at its present rank."""
+        """Add a free boundary at its present rank."""
         heapq.heappush(self._heap, (node.rank, next(self._arrivals), node))
         if len(self._heap) > self._compact_at:
             self._compact()
 
     def pop(self) -> Node | None:
-        """Take the lowest; `None`: nothing is free."""
+        """Remove and return the lowest; `None`: nothing is free."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
             if self._is_current(rank, node):
@@ -79,7 +80,7 @@ class FreeNodes:
         return None
 
     def let_go(self) -> None:
-        """Forget all, piece by piece."""
+        """Drop all entries piece by piece."""
         let_go(self._heap)
 
     def _is_current(self, rank: float, node: Node) -> bool:
@@ -94,7 +95,7 @@ class FreeNodes:
                 if known is None or arrival < known[1]:
                     first[id(node)] = entry
         kept: list[tuple[float, int, Node]] = []
-        for entry in first.values():  # not in one step, for which all other threads would stop
+        for entry in first.values():  # `heapify` would stop all other threads until it has finished
             heapq.heappush(kept, entry)
         outdated, self._heap = self._heap, kept
         let_go(outdated, first)

@@ -1,4 +1,4 @@
-"""A whole tier in small: lookups, saves, admission and eviction as values alone. What `auto` and `simulate` run."""
+"""A simulated tier: saves under admission and eviction, without records. What `auto` and `simulate` run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Saved:
 
     Attributes:
         first: Index in the prompt of the first boundary that was written.
-        stop: Index behind the last one.
-        num_evicted: Boundaries that left for it.
+        stop: Index after the last one.
+        num_evicted: Boundaries that were evicted for it.
     """
 
     first: int
@@ -35,7 +35,7 @@ class PrefixCache:
     """Keeps the boundaries of prompts under a budget.
 
     Args:
-        holdings: The forest and its policy.
+        holdings: What is held, and its policy.
         admission: Which boundaries may be held.
     """
 
@@ -48,9 +48,9 @@ class PrefixCache:
 
         Args:
             path: The prompt's boundaries, ascending.
-            tokens: Tokens below each.
+            tokens: Position of each, in tokens.
             sizes: Bytes of each one's records.
-            now: The caller's clock.
+            now: Time on the caller's clock.
         """
         holdings = self.holdings
         first = holdings.leading(path)
@@ -58,7 +58,7 @@ class PrefixCache:
         num_evicted = 0
         held = holdings.get(path[first - 1]) if first else None
         if held is not None:
-            holdings.pin(held)  # the prompt's own start does not leave for its end
+            holdings.pin(held)  # the start of the prompt is not evicted for its end
         index = first
         while index < stop:
             num_bytes = sizes[index]
@@ -70,7 +70,7 @@ class PrefixCache:
             node = holdings.add(path[index], parent, tokens=tokens[index], num_bytes=num_bytes, now=now)
             node.num_holds += 1
             if held is not None:
-                held.num_holds -= 1  # not free: the new one hangs on it
+                held.num_holds -= 1  # the pin; not free, since the new boundary is its child
             held = node
             index += 1
         if held is not None:

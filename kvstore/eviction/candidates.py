@@ -19,18 +19,18 @@ __all__ = ["ADMISSIONS", "AUTO", "CANDIDATES", "POLICIES", "Candidate", "LiveAdm
 AUTO = "auto"
 
 _REMEMBERED_PER_HELD = 1
-"""Boundaries that second sight remembers: what comes back later than that would have left before its third time."""
+"""Boundaries that `second_sight` remembers per held one: what returns later would be evicted before its third use."""
 _BY_SIZE_MIN_TOKENS = 1024
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, S3Fifo, FlopsPerByte)}
-"""A fresh policy by its name."""
+"""By name: makes a new policy."""
 
 ADMISSIONS: Mapping[str, Callable[[int], Admission]] = {
     AdmitAll.name: lambda _: AdmitAll(),
     SecondSight.name: lambda num_held: SecondSight(_REMEMBERED_PER_HELD * num_held),
     BySize.name: lambda _: BySize(_BY_SIZE_MIN_TOKENS),
 }
-"""A fresh rule by its name, given how many boundaries are held when the budget is full."""
+"""By name: makes a new rule, given how many boundaries are held when the budget is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Candidate:
 CANDIDATES: Sequence[Candidate] = tuple(
     Candidate(policy, admission) for admission in (AdmitAll.name, SecondSight.name) for policy in POLICIES
 )
-"""What `auto` chooses from. Admission by size depends on the model and the link, which `auto` does not know."""
+"""What `auto` chooses from. Not `by_size`: which size pays depends on the model and the link, unknown to `auto`."""
 
 
 def parse_candidate(text: str) -> Candidate:
@@ -79,8 +79,11 @@ def parse_candidate(text: str) -> Candidate:
 
 
 class LiveAdmission(Admission):
-    """The rule of whichever candidate is followed; the other rules go on seeing what is offered, so that a change of
-    the candidate finds them warm.
+    """Applies the rule of the candidate that is followed. The other rules see every prompt too, so that their memory is
+    warm when one of them takes over.
+
+    Attributes:
+        follows: Name of the rule that is applied.
     """
 
     name = AUTO

@@ -1,11 +1,10 @@
 """Saved prefill FLOPs per stored byte, weighted by recency.
 
 Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025 (arXiv 2411.19379), rank what to evict by
-recency plus the compute that a hit saves per byte that it occupies: with recurrent layers a state costs the same bytes
-behind ten tokens as behind ten thousand. They tune the weight of the two by replaying recent requests on a grid; here
-recency is an inflation, as in GreedyDual-Size (Cao and Irani, USITS 1997), which needs no weight and keeps each rank
-valid until the next use: a boundary's rank is its FLOPs per byte, once for each use, plus the rank of the last
-boundary that left.
+recency plus the compute that a hit saves per stored byte: with recurrent layers a state takes the same bytes after ten
+tokens as after ten thousand. They tune the weight of the two by replaying recent requests on a grid. Here recency is an
+inflation term as in GreedyDual-Size (Cao and Irani, USITS 1997), which needs no weight and keeps each rank valid until
+the next use: a boundary's rank is its FLOPs per byte, times 1 + its uses, plus the highest rank evicted so far.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ class PrefillCost:
     """FLOPs of computing a span of a prompt.
 
     Attributes:
-        per_token: Of the layers that work on each token alone: twice the weights that a token passes.
-        per_pair: Of attention, for each pair of a token with one before it.
+        per_token: Of the layers that process each token independently: twice the weights that are active per token.
+        per_pair: Of attention, for each pair of a token and an earlier one.
     """
 
     per_token: float = 1.4e10
     per_pair: float = 5.2e5
 
     def span(self, start_tokens: int, stop_tokens: int) -> float:
-        """FLOPs of the tokens from `start_tokens` to `stop_tokens`, given all before."""
+        """FLOPs of the tokens from `start_tokens` to `stop_tokens`, given the KV of all before."""
         pairs = (stop_tokens * stop_tokens - start_tokens * start_tokens) / 2
         return self.per_token * (stop_tokens - start_tokens) + self.per_pair * pairs
 
 
 class FlopsPerByte(Policy):
-    """Evicts the free boundary that saved least per byte and longest ago.
+    """Evicts the free boundary that saves the fewest FLOPs per byte, weighted by recency and number of uses.
 
     Args:
-        cost: What a span costs to compute; by default about that of a dense model of 7 billion weights.
+        cost: What a span costs to compute; by default roughly that of a dense model of 7 billion weights.
     """
 
     name: ClassVar[str] = "flops_per_byte"
@@ -49,9 +48,9 @@ class FlopsPerByte(Policy):
     def __init__(self, cost: PrefillCost | None = None) -> None:
         self._cost = cost or PrefillCost()
         self._free = FreeNodes()
-        self._level = 0.0
+        self._inflation = 0.0
 
-    def came(self, node: Node) -> None:
+    def added(self, node: Node) -> None:
         node.queue = 0
         self._rank(node)
 
@@ -64,7 +63,7 @@ class FlopsPerByte(Policy):
     def victim(self) -> Node | None:
         node = self._free.pop()
         if node is not None:
-            self._level = max(self._level, node.rank)
+            self._inflation = max(self._inflation, node.rank)
         return node
 
     def let_go(self) -> None:
@@ -72,6 +71,6 @@ class FlopsPerByte(Policy):
 
     def _rank(self, node: Node) -> None:
         saved = self._cost.span(node.tokens - node.span_tokens, node.tokens)
-        node.rank = self._level + saved * (1 + node.num_uses) / max(1, node.num_bytes)
+        node.rank = self._inflation + saved * (1 + node.num_uses) / max(1, node.num_bytes)
         if node.num_holds == 0:
             self._free.push(node)

@@ -1,4 +1,4 @@
-"""What is held under a budget: the forest, its policy, and who leaves when room is needed."""
+"""All held boundaries under one budget: their prefix tree, policies and quotas, and what is evicted for room."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ SHARED = 0
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant gets.
+    """The share of one tenant.
 
     Attributes:
-        guaranteed_bytes: Within these nothing of it leaves on behalf of others.
-        maximum_bytes: Beyond these it evicts its own, and leaves before all others; `None`: no limit of its own.
+        guaranteed_bytes: While it holds no more than these, nothing of it is evicted for other tenants.
+        maximum_bytes: Beyond these it evicts its own boundaries, and is the first to give way to others; `None`: no
+            limit of its own.
     """
 
     guaranteed_bytes: int = 0
@@ -30,13 +31,13 @@ class Quota:
 
 @dataclass(slots=True)
 class Pool:
-    """Boundaries that count against one budget, and the order in which they leave.
+    """The boundaries that count against one quota, and their order of eviction.
 
     Attributes:
         policy: Ranks them.
-        quota: What they may take, and what is kept for them.
-        used_bytes: What they take.
-        elsewhere_bytes: What they take beside these, where somebody else decides.
+        quota: Their guarantee and maximum.
+        used_bytes: Bytes of their records here.
+        elsewhere_bytes: Bytes that count against the quota but are held, and evicted, elsewhere.
     """
 
     policy: Policy
@@ -49,7 +50,7 @@ class Pool:
         return self.used_bytes + self.elsewhere_bytes - self.quota.guaranteed_bytes
 
     def is_over_maximum(self, need_bytes: int = 0) -> bool:
-        """Whether it would be, with so much more."""
+        """Whether the pool would be over its maximum with `need_bytes` more."""
         maximum = self.quota.maximum_bytes
         return maximum is not None and self.used_bytes + self.elsewhere_bytes + need_bytes > maximum
 
@@ -57,12 +58,12 @@ class Pool:
 class Holdings:
     """The boundaries that are held, under one budget and the quotas of some tenants.
 
-    A tenant takes at most its maximum, and within what is guaranteed to it nothing leaves for others' needs.
+    A tenant takes at most its maximum, and nothing within its guarantee is evicted for others.
 
     Args:
         budget_bytes: What all boundaries may take together.
-        make_policy: A fresh policy; each pool has its own.
-        nodes: Where to keep what is held; an empty one. By default a dict.
+        make_policy: Makes a new policy; each pool has its own.
+        nodes: An empty mapping to keep the boundaries in; by default a dict.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Holdings:
         return key in self._nodes
 
     def let_go(self) -> None:
-        """Forget all, piece by piece, so that other threads go on meanwhile; of no use afterwards."""
+        """Drop all state piece by piece, so that other threads are not stopped; unusable afterwards."""
         for pool in self._pools.values():
             pool.policy.let_go()
         let_go(self._nodes)
@@ -90,24 +91,24 @@ class Holdings:
         return self._nodes.get(key)
 
     def nodes(self) -> Iterator[Node]:
-        """All that is held; in a dict, parents before what hangs on them where both came in that order."""
+        """All held boundaries; in a dict, in the order in which they were added."""
         return iter(self._nodes.values())
 
     def pool(self, index: int) -> Pool:
-        """The pool of that index, made when it is new."""
-        room = self._pools.get(index)
-        if room is None:
-            room = self._pools[index] = Pool(self._make_policy())
-        return room
+        """The pool of that index; created when it does not exist."""
+        pool = self._pools.get(index)
+        if pool is None:
+            pool = self._pools[index] = Pool(self._make_policy())
+        return pool
 
     def use_policy(self, make_policy: Callable[[], Policy]) -> None:
-        """Rank with another policy from now on; it is told of all that is held, longest unused first."""
+        """Rank with another policy from now on; every held boundary is added to it, the least recently used first."""
         self._make_policy = make_policy
         for pool in self._pools.values():
             pool.policy = make_policy()
-        # a stable sort: of one prompt's boundaries, parents still come before what hangs on them
+        # the sort is stable: of boundaries that were used together, parents still come before their children
         for node in sorted(self._nodes.values(), key=lambda node: node.last_use):
-            self._pools[node.pool].policy.came(node)
+            self._pools[node.pool].policy.added(node)
 
     def leading(self, path: Sequence[Key]) -> int:
         """How many of a prompt's boundaries, from its start, are held."""
@@ -119,7 +120,7 @@ class Holdings:
         return held
 
     def use(self, path: Sequence[Key], now: float) -> None:
-        """A lookup was served by these boundaries, ascending; those not held are passed over."""
+        """Record that a lookup was served by these boundaries, ascending; those not held are skipped."""
         for key in reversed(path):
             node = self._nodes.get(key)
             if node is not None:
@@ -138,35 +139,35 @@ class Holdings:
         num_uses: int = 0,
         pool: int = SHARED,
     ) -> Node:
-        """Hold a boundary that was not held, whatever the budget says."""
+        """Hold a boundary that was not held, without a check of the budget."""
         assert key not in self._nodes
-        below = self._nodes.get(parent) if parent is not None else None
-        node = Node(key, below, tokens=tokens, num_bytes=num_bytes, pool=pool, last_use=now)
+        parent_node = self._nodes.get(parent) if parent is not None else None
+        node = Node(key, parent_node, tokens=tokens, num_bytes=num_bytes, pool=pool, last_use=now)
         node.num_uses = num_uses
-        if below is not None:
-            below.num_holds += 1
+        if parent_node is not None:
+            parent_node.num_holds += 1
         self._nodes[key] = node
         self.used_bytes += num_bytes
-        room = self.pool(pool)
-        room.used_bytes += num_bytes
-        room.policy.came(node)
+        of_pool = self.pool(pool)
+        of_pool.used_bytes += num_bytes
+        of_pool.policy.added(node)
         return node
 
     def pin(self, node: Node) -> None:
-        """Keep a boundary and all below it until `unpin`, as often as it was pinned."""
+        """Keep a boundary, and so its parents, until it was unpinned as often as it was pinned."""
         node.num_holds += 1
 
     def unpin(self, node: Node) -> None:
         self._release(node)
 
     def remove(self, node: Node) -> None:
-        """A boundary is held no longer. What hangs on it stays, as the start of nothing, and is evicted in its turn."""
+        """Stop holding a boundary. Its children stay, though no lookup can use them, and are evicted in their turn."""
         del self._nodes[node.key]
         node.is_held = False
         self.used_bytes -= node.num_bytes
-        room = self._pools[node.pool]
-        room.used_bytes -= node.num_bytes
-        room.policy.left(node)
+        pool = self._pools[node.pool]
+        pool.used_bytes -= node.num_bytes
+        pool.policy.removed(node)
         if node.parent is not None:
             self._release(node.parent)
 
@@ -176,46 +177,46 @@ class Holdings:
             self._pools[node.pool].policy.freed(node)
 
     def evict(self, need_bytes: int, pool: int = SHARED) -> list[Node]:
-        """Make room for `need_bytes` of one pool: returns what left, in order, each before the boundary below it.
+        """Make room for `need_bytes` in one pool; returns what was evicted, in order, each before its parent.
 
-        Less than asked for when nothing more is free: the caller looks at `fits`.
+        Evicts less than asked for when nothing more is free: the caller checks `fits`.
         """
-        gone: list[Node] = []
-        room = self.pool(pool)
-        while room.is_over_maximum(need_bytes) and (node := room.policy.victim()) is not None:
+        evicted: list[Node] = []
+        of_pool = self.pool(pool)
+        while of_pool.is_over_maximum(need_bytes) and (node := of_pool.policy.victim()) is not None:
             self.remove(node)
-            gone.append(node)
-        while self.used_bytes + need_bytes > self.budget_bytes and (node := self._next_victim(room)) is not None:
+            evicted.append(node)
+        while self.used_bytes + need_bytes > self.budget_bytes and (node := self._next_victim(of_pool)) is not None:
             self.remove(node)
-            gone.append(node)
-        return gone
+            evicted.append(node)
+        return evicted
 
     def expire(self, before: float) -> list[Node]:
-        """What was last used before a time leaves, as `drop` does it."""
+        """Remove what was last used before a time, as `drop` does."""
         return self.drop(lambda node: node.last_use < before)
 
     def drop(self, leaves: Callable[[Node], bool]) -> list[Node]:
-        """What `leaves` says leaves, unless something else hangs on it: returns it in order, each before the boundary
-        below it.
+        """Remove the boundaries for which `leaves` is true, except those with a pin or a child that stays; returns
+        them in order, each before its parent.
         """
         waiting = [node for node in self._nodes.values() if node.num_holds == 0 and leaves(node)]
-        gone: list[Node] = []
+        dropped: list[Node] = []
         while waiting:
             node = waiting.pop()
             self.remove(node)
-            gone.append(node)
-            below = node.parent
-            if below is not None and below.is_held and below.num_holds == 0 and leaves(below):
-                waiting.append(below)
-        return gone
+            dropped.append(node)
+            parent = node.parent
+            if parent is not None and parent.is_held and parent.num_holds == 0 and leaves(parent):
+                waiting.append(parent)
+        return dropped
 
     def fits(self, num_bytes: int, pool: int = SHARED) -> bool:
-        """Whether so much more of one pool is within the budget and its maximum."""
+        """Whether `num_bytes` more in one pool are within the budget and the pool's maximum."""
         return self.used_bytes + num_bytes <= self.budget_bytes and not self.pool(pool).is_over_maximum(num_bytes)
 
     def _next_victim(self, needing: Pool) -> Node | None:
-        """Of whoever is over its maximum, then of whoever is furthest over what is guaranteed to it; last, of `needing`
-        itself. Nobody gives way for others within its guarantee.
+        """The next boundary to evict for `needing`: first of pools over their maximum, then of the pool furthest over
+        its guarantee, last of `needing` itself. A pool within its guarantee gives nothing to others.
         """
         if len(self._pools) == 1:
             return needing.policy.victim()

@@ -1,4 +1,4 @@
-"""Least recently used, ends of prefixes first."""
+"""Least recently used, longest prefixes first."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Lru"]
 class Lru(Policy):
     """Evicts the free boundary that was used longest ago.
 
-    The best there is when most of what is used again fits; with far less room than that, prompts that never come
-    again push out those that would have.
+    Works best when most of what is used again fits into the budget. With far less room, prompts that never return
+    evict those that would have.
     """
 
     name: ClassVar[str] = "lru"
@@ -22,7 +22,7 @@ class Lru(Policy):
     def __init__(self) -> None:
         self._free = FreeNodes()
 
-    def came(self, node: Node) -> None:
+    def added(self, node: Node) -> None:
         node.queue = 0
         node.rank = node.last_use
         if node.num_holds == 0:

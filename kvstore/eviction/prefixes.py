@@ -1,4 +1,4 @@
-"""The boundaries that a tier holds, as a forest of prefixes: what policies rank and what may leave next."""
+"""The boundaries that a tier holds, as trees of prefixes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def spread(key: Key) -> int:
 
 
 class Node:
-    """One boundary that is held: all records of all groups at it, which come and go together.
+    """One boundary that is held: all records of all groups at it, which are added and evicted together.
 
-    A boundary is *free* when nothing hangs on it: no longer prefix that is held, and no pin. Only free boundaries may
-    leave, so a prefix loses its end first and never gets a hole, and a state never outlives the pages below it.
+    A boundary is *free* when it has neither a held child (the next longer prefix) nor a pin. Only free boundaries are
+    evicted, so a prefix loses its end first and never gets a hole, and a state never outlives the pages below it.
 
     Attributes:
-        key: Names the boundary; from it alone follows every token below.
-        parent: The boundary below, `None` for the first of a prompt or where it is not held.
-        tokens: Tokens below the boundary.
+        key: Names the boundary, and so all tokens of its prefix.
+        parent: The next shorter boundary; `None` for the first of a prompt, or where it is not held.
+        tokens: Its position, in tokens.
         num_bytes: Bytes of its records, headers included.
-        pool: Index of the budget that it counts against.
-        num_holds: Held boundaries and pins that hang on it.
-        num_uses: Lookups that it served since it came.
-        last_use: When it came or was last used, on the caller's clock.
-        rank: The policy's: the lowest leaves first.
-        queue: The policy's: which of its queues ranks it.
-        is_held: False once it has left.
+        pool: Index of the pool that it counts against.
+        num_holds: Its held children plus its pins.
+        num_uses: Lookups that it served since it was added.
+        last_use: When it was added or last used, on the caller's clock.
+        rank: Set by the policy: the lowest is evicted first.
+        queue: Set by the policy: the queue that it is in.
+        is_held: False once it was removed.
     """
 
     __slots__ = (
@@ -62,12 +62,8 @@ class Node:
         self.is_held = True
 
     @property
-    def is_free(self) -> bool:
-        return self.num_holds == 0
-
-    @property
     def span_tokens(self) -> int:
-        """Tokens that it adds to the prefix below it."""
+        """Tokens between its parent and it."""
         return self.tokens - (self.parent.tokens if self.parent is not None else 0)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Plays a trace against a budget with the store's own coverage, admission and eviction, in virtual time."""
+"""Replays a trace against a budget with the store's own coverage, admission and eviction, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.model.layout import GroupLayout, Layout
 __all__ = ["CLAIRVOYANT", "ReplayPlan", "ReplayResult", "check_policy", "replay"]
 
 CLAIRVOYANT = "clairvoyant"
-"""Not a policy but a bound: it looks the next use of everything up in the trace."""
+"""Not a policy but an upper bound: it knows the next use of every block from the trace."""
 
 _STEP_TOKENS = 16
 _SWEEP_S = 60.0
@@ -26,15 +26,15 @@ _SWEEP_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """What one run assumes.
+    """The assumptions of one run.
 
     Attributes:
         policy: `auto`, `clairvoyant`, or a candidate like `lru` or `lru+second_sight`.
-        budget_blocks: Room, in blocks.
+        budget_blocks: Budget, in blocks.
         block_tokens: Tokens of a block, and of a page.
         block_bytes: Stored bytes of a block.
-        block_records: Records that a block is stored in: requests to write, read or delete it.
-        ttl_s: What is unused for so long leaves; `None`: no limit.
+        block_records: Records per block, and so requests to write, read or delete it.
+        ttl_s: What was unused for longer is evicted; `None`: no limit.
     """
 
     policy: str
@@ -47,15 +47,15 @@ class ReplayPlan:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of it.
+    """The result of one run.
 
     Attributes:
-        input_tokens: Of all prompts.
-        hit_tokens: Of these, what could be resumed from.
-        blocks_read: Blocks behind the hits.
+        input_tokens: Tokens of all prompts.
+        hit_tokens: Those of them that were restored.
+        blocks_read: Blocks that were read for the hits.
         blocks_written: Blocks that were admitted.
-        blocks_evicted: Blocks that left.
-        followed: For `auto`: index of the prompt, and the candidate that was followed from it on.
+        blocks_evicted: Blocks that were evicted or expired.
+        followed: For `auto`: pairs of a prompt's index and the candidate that was followed from it on.
     """
 
     input_tokens: int = 0
@@ -89,7 +89,7 @@ def replay(
     Args:
         prompts: In the order of their times.
         plan: The assumptions.
-        on_progress: Called now and then with the number of further prompts that are done.
+        on_progress: Called now and then with the number of prompts that were done since the last call.
     """
     run = _clairvoyant if plan.policy == CLAIRVOYANT else _play
     return run(prompts, plan, on_progress or (lambda _: None))

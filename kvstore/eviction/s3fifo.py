@@ -1,7 +1,7 @@
-"""S3-FIFO: three first-in-first-out queues that let what is used once leave quickly.
+"""S3-FIFO: three FIFO queues that evict quickly what is used only once.
 
-Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. The paper's queues hold objects that leave
-alone; here only free boundaries leave, so a queue's head is its first *free* boundary.
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. In the paper any object may be evicted; here
+only free boundaries may, so a queue's head is its first *free* boundary.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["S3Fifo"]
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
-"""Of the bytes held, for newcomers; the paper's choice."""
+"""Share of the held bytes for the small queue; the paper's choice."""
 _USES_MAX = 3
-"""Counted per boundary, as in the paper: more would keep what was popular once."""
+"""Uses that are counted per boundary, as in the paper: with more, what was once popular would stay too long."""
 
 
 class S3Fifo(Policy):
-    """Newcomers wait in a small queue, and only those used meanwhile move to the main one.
+    """New boundaries enter a small queue; only those used again while they are there move to the main queue.
 
-    What left the small queue is remembered by name (as many as are held): when it comes again it goes to the main
-    queue at once.
+    Keys evicted from the small queue are remembered (ghosts; at most as many as boundaries are held): when one is added
+    again, it enters the main queue at once.
     """
 
     name: ClassVar[str] = "s3fifo"
@@ -36,15 +36,15 @@ class S3Fifo(Policy):
         self._queues = (FreeNodes(_SMALL), FreeNodes(_MAIN))
         self._bytes = [0, 0]
         self._num_held = 0
-        self._uses: dict[Key, int] = {}  # since it came to its place in the queue
+        self._uses: dict[Key, int] = {}  # since it was enqueued, at most `_USES_MAX`
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._places = count()
 
-    def came(self, node: Node) -> None:
+    def added(self, node: Node) -> None:
         is_known = node.key in self._ghosts
         if is_known:
             del self._ghosts[node.key]
-        # what is handed over by another policy with uses to its name has passed the small queue's test
+        # a boundary taken over from another policy with several uses has proven itself already
         self._enqueue(node, _MAIN if is_known or node.num_uses > 1 else _SMALL)
         self._num_held += 1
 
@@ -54,7 +54,7 @@ class S3Fifo(Policy):
     def freed(self, node: Node) -> None:
         self._queues[node.queue].push(node)
 
-    def left(self, node: Node) -> None:
+    def removed(self, node: Node) -> None:
         self._num_held -= 1
         self._bytes[node.queue] -= node.num_bytes
         self._uses.pop(node.key, None)

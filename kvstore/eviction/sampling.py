@@ -1,4 +1,4 @@
-"""Which prompts belong to a sample of prefixes: all that share more than the common start, or none of them."""
+"""Samples prompts by prefix: those that share more than a common start are sampled together or not at all."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ __all__ = ["PrefixSample"]
 
 _COMMON_SHARE = 1 / 64
 _COMMON_MIN = 16
-"""A boundary is common when this many prompts, and this share of all, went through it."""
+"""A boundary is common when this many prompts, and this share of all prompts, contain it."""
 _HALVE_AT = 1 << 14
-"""Prompts after which counts are halved and what was seen once is forgotten: bounds memory, and forgets old starts."""
+"""Prompts after which counts are halved and boundaries seen once are dropped: bounds memory and ages old starts."""
 
 
 class PrefixSample:
-    """Draws a share of the live prefixes, where they diverge.
+    """Samples a share of the live prefixes, at the boundary where they diverge.
 
     Prompts that share a prefix must be in the sample together or not at all, or the sample's hit rate means nothing.
-    But a chat's system prompt, or in some traces one root, is shared by all. So a prompt is followed along boundaries
-    that are common, and the first one that is not common decides for everything that begins with it.
+    But a system prompt, or in some traces one root block, is shared by almost all. So common boundaries are skipped,
+    and a hash of a prompt's first boundary that is not common decides for all prompts that contain it.
 
     Args:
-        share: Of the prefixes, above 0; 1 or more takes all.
+        share: Share of the prefixes, above 0; 1 or more takes all.
     """
 
     def __init__(self, share: float) -> None:
         self.share = min(1.0, share)
         self._threshold = int(self.share * (1 << 64))
-        self._counts: dict[Key, int] = {}  # of boundaries that common ones lead to, and of the first ones
+        self._counts: dict[Key, int] = {}  # of prompts' first boundaries, and of those that follow a common one
         self._num_seen = 0
 
     def takes(self, path: Sequence[Key]) -> bool:
-        """Whether a prompt is in the sample; each is counted as seen."""
+        """Whether a prompt is in the sample. Counts the prompt."""
         if self.share >= 1.0:
             return True
         self._num_seen += 1
@@ -46,7 +46,7 @@ class PrefixSample:
             counts[key] = seen
             if seen < common:
                 return spread(key) < self._threshold
-        return bool(path)  # nothing but a common start: part of every sample
+        return bool(path)  # all its boundaries are common: part of every sample
 
     def _halve(self) -> None:
         self._counts = {key: seen // 2 for key, seen in self._counts.items() if seen > 1}

@@ -1,4 +1,4 @@
-"""Traces of prompts in Mooncake's format: a JSON object a line, plain or compressed with gzip."""
+"""Reads traces of prompts in Mooncake's format: one JSON object per line, plain or gzip."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TracedPrompt:
     """One request.
 
     Attributes:
-        at_s: When it came, in seconds since the trace's start.
+        at_s: When it arrived, in seconds since the trace's start.
         num_tokens: Length of the prompt.
-        blocks: Names of its blocks, each standing for the whole prompt up to its end; the last may be short.
+        blocks: Ids of its blocks; each identifies the whole prompt up to the block's end. The last may be short.
     """
 
     at_s: float
@@ -32,14 +32,14 @@ class TracedPrompt:
 
 
 def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
-    """Read a trace: `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}` a line.
+    """Read a trace: `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}` per line.
 
     Args:
         path: The file.
         block_tokens: Tokens of a block; Mooncake's traces have 512.
 
     Raises:
-        InvalidRequest: The file cannot be read, or a line is not what it must be; the message names line and field.
+        InvalidRequest: The file cannot be read, or a line is malformed; the message names the line and the field.
     """
     prompts = []
     try:
@@ -50,9 +50,10 @@ def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
                 if line.strip():
                     prompts.append(_parse(line, path, number, block_tokens))
     except (OSError, EOFError) as error:
-        raise InvalidRequest("cannot read the trace", path=path, error=error) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest("cannot read the trace", path=path, error=reason) from error
     if not prompts:
-        raise InvalidRequest("the trace is empty: expected a JSON object with hash_ids a line", path=path)
+        raise InvalidRequest("the trace is empty: expected one JSON object with hash_ids per line", path=path)
     return sorted(prompts, key=lambda prompt: prompt.at_s)
 
 

@@ -1,1 +1,1 @@
-"""Stored bytes: the record header, sealing and opening, names, manifests. Frozen once released. See docs/formats/."""
+"""Stored formats: the record header, sealing and opening, names, manifests. Frozen once released. See docs/formats/."""

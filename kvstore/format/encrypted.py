@@ -1,6 +1,6 @@
-"""Encrypted records: what a tenant's key makes of a record and of its name. docs/formats/record-v1.md, *Encryption*.
+"""Encrypts and decrypts records and their names with a tenant's key: docs/formats/record-v1.md, *Encryption*.
 
-They stand in every tier as they are made here, once; nothing of the page or of the prefix hash can be read in them.
+A record is encrypted once; every tier stores the same ciphertext. It reveals nothing of the page or the prefix hash.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["ENCRYPTION_BYTES", "SECRET_BYTES", "TenantKey", "decrypt_record", "e
 
 SECRET_BYTES = 32
 ENCRYPTION_BYTES = PREFIX_BYTES
-"""So much longer is an encrypted payload: the prefix hash stands in front of the plain one, inside the encryption."""
+"""How much longer an encrypted payload is: the plaintext is preceded by the prefix hash, which is encrypted too."""
 
 NONCE_BYTES = 12
 CHECK_BYTES = 8
 KEY_ID_MAX = 0xFFFF_FFFF
 _NAMES_KEPT = 1 << 15
-"""Of each key, some 8 MiB: a prompt is looked up and then staged, and comes again with a turn more."""
+"""Cached names per key: a prompt's prefixes are needed by its lookup, its stage, and again by the next turn."""
 _BLOCK_BYTES = 64  # of SHA-256
 _CHECKSUM_AT = slice(8, 24)
 _ZEROS = bytes(16)
@@ -36,15 +36,15 @@ _PREFIX_AT = HEADER_BYTES - PREFIX_BYTES
 class TenantKey:
     """One key of one tenant: the payload key, the name key and the check value, all derived from the secret.
 
-    Safe from any thread. Neither the secret nor what is derived from it can be read from its text.
+    Safe from any thread. Its `repr` contains neither the secret nor anything derived from it.
 
     Args:
-        key_id: What headers call it, from 1.
-        secret: 32 random bytes; several tenants may share them, what is derived differs.
-        tenant: Whose it is.
+        key_id: Its id in headers, from 1.
+        secret: 32 random bytes. Several tenants may share one: the derived keys differ.
+        tenant: Its tenant.
 
     Attributes:
-        check: 8 bytes that tell two secrets under one id apart, and are of no use to whoever reads them.
+        check: 8 bytes that differ for two secrets under one id, and reveal nothing of them.
     """
 
     def __init__(self, key_id: int, secret: bytes, tenant: str) -> None:
@@ -56,7 +56,7 @@ class TenantKey:
         self.tenant = tenant
         self.check = _derive(secret, "check", tenant)[:CHECK_BYTES]
         self._payload_key = _derive(secret, "payload", tenant)
-        # HMAC-SHA-256 in two copied states: the one-shot call makes both anew for each name
+        # HMAC-SHA-256 from two precomputed states, which the one-shot call would compute for each name
         block = _derive(secret, "name", tenant).ljust(_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
@@ -66,7 +66,7 @@ class TenantKey:
         return f"TenantKey({self.key_id}, tenant={self.tenant!r})"
 
     def name_of(self, prefix: PrefixHash) -> PrefixHash:
-        """What stands in names and headers for a prefix hash: HMAC-SHA-256 of it under the tenant's name key."""
+        """The pseudonym of a prefix hash in names and headers: its HMAC-SHA-256 under the tenant's name key."""
         name = self._names.get(prefix)
         if name is None:
             inner, outer = self._inner.copy(), self._outer.copy()
@@ -79,7 +79,7 @@ class TenantKey:
         return name
 
     def named(self, key: RecordKey) -> RecordKey:
-        """A record's key as tiers know it."""
+        """A record's key with the pseudonym of its prefix, as tiers know it."""
         return RecordKey(key.namespace, self.name_of(key.prefix), key.group, key.slice)
 
     def cipher(self, nonce: bytes, tag: bytes | None = None) -> Any:
@@ -100,21 +100,21 @@ class TenantKey:
 
 
 def _derive(secret: bytes, purpose: str, tenant: str) -> bytes:
-    """A key for one purpose of one tenant: HMAC is a pseudo-random function, and the secret is uniformly random."""
+    """A key for one purpose of one tenant. HMAC suffices as the derivation, since the secret is uniformly random."""
     return hmac.digest(secret, f"kvstore v1 {purpose} key\0{tenant}".encode(), "sha256")
 
 
 def encrypt_record(
     record: Record, key: TenantKey, target: bytearray | memoryview, nonce: bytes | None = None
 ) -> Record:
-    """Encrypt a plain record, whole, under its new name. The GIL is released while the payload is.
+    """Encrypt a plain record and its name. The GIL is released while the payload is encrypted.
 
     Args:
         record: Verified by the caller.
-        key: Of its tenant.
+        key: A key of its tenant.
         target: A writable buffer of `record.num_bytes + ENCRYPTION_BYTES`; the result takes it over.
-        nonce: 12 bytes that this key has never been used with; by default random ones, which stay apart for 2^32
-            records of a key.
+        nonce: 12 bytes that were never used with this key; by default random ones, which are safe for 2^32 records of a
+            key.
 
     Raises:
         InvalidRequest: The record is encrypted already, or the package for it is not installed.
@@ -142,16 +142,17 @@ def encrypt_record(
 def decrypt_record(
     record: Record, key: TenantKey, target: bytearray | memoryview, prefix: PrefixHash | None = None
 ) -> Record:
-    """The plain record that `encrypt_record` was given, its checksum summed anew over the authenticated bytes.
+    """The inverse of `encrypt_record`: authenticates and decrypts a record, and seals the plaintext.
 
     Args:
         record: As a tier returned it.
-        key: Whose id the header tells.
+        key: The key with the id in the header.
         target: A writable buffer of `record.num_bytes - ENCRYPTION_BYTES`; the result takes it over.
-        prefix: What the record's prefix hash must be, where the caller knows.
+        prefix: The expected prefix hash, where the caller knows it.
 
     Raises:
-        CorruptRecord: Not what this key made: a byte of payload or header was changed, or it is another key's.
+        CorruptRecord: It was not encrypted with this key, a byte of payload or header was changed, or it is the record
+            of another prefix.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -184,7 +185,7 @@ def decrypt_record(
 
 
 def _authenticated(header: HeaderV1) -> bytes:
-    """The header as the tag vouches for it: checksums and tag, which come after, are zero."""
+    """The header as additional authenticated data: checksums and tag, which are not known yet, are zero."""
     packed = bytearray(replace(header, payload_checksum=_ZEROS, tag=_ZEROS).pack())
     packed[_CHECKSUM_AT] = _ZEROS
     return bytes(packed)

@@ -1,6 +1,6 @@
 """The 192-byte header of record format v1.
 
-Frozen: the table is docs/formats/record-v1.md, golden files are in tests/golden/.
+Frozen: specified in docs/formats/record-v1.md; golden files are in tests/golden/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADER_BYTES = 192
 CHECKSUM_BYTES = 16
 
 _FIELDS = struct.Struct("<4sHH16s16s16s32sHHBBHIIQQQI12s16s32s")
-_PROLOGUE = struct.Struct("<4sHH16s")  # every version starts with it, and with the same rule for its checksum
+_PROLOGUE = struct.Struct("<4sHH16s")  # the same in every version, as is the rule for its checksum
 _CHECKSUM_AT = slice(8, 24)
 _ZERO_CHECKSUM = bytes(CHECKSUM_BYTES)
 _RESERVED = bytes(32)
@@ -32,14 +32,14 @@ assert _FIELDS.size == HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class HeaderV1:
-    """What a record says of itself.
+    """The fields of a record's header.
 
     Attributes:
-        key: Its name, so that a misdirected read is caught.
+        key: The record's key, so that a misdirected read is detected.
         kind: Page, tail or state.
         span: Its tokens.
         codec_chain: Id of the codec chain that made the payload (`kvstore.codec`).
-        decoded_bytes: Size of the canonical bytes; bounds a decoder before it starts.
+        decoded_bytes: Size of the decoded payload; checked before decoding.
         payload_bytes: Size of the stored payload.
         payload_checksum: xxh3-128 over the stored payload, big-endian digest.
         created_ms: Wall clock at sealing, milliseconds since the Unix epoch.
@@ -125,12 +125,14 @@ class HeaderV1:
         )
 
     def with_payload(self, payload: bytes | bytearray | memoryview) -> HeaderV1:
-        """This header with size and checksum of `payload`."""
+        """This header with the size and checksum of `payload`."""
         return replace(self, payload_bytes=len(payload), payload_checksum=xxhash.xxh3_128_digest(payload))
 
 
 def _intact_head(data: bytes | bytearray | memoryview) -> bytearray:
-    """The header's bytes, their checksum verified and set to zero; of another version too, so that it can be told."""
+    """The header's bytes with a verified checksum, which is set to zero. Verifies other versions too, so that they are
+    reported as such and not as damage.
+    """
     if len(data) < HEADER_BYTES:
         raise CorruptRecord("record is shorter than its header", expected=HEADER_BYTES, seen=len(data))
     magic, version, header_bytes, checksum = _PROLOGUE.unpack_from(data)

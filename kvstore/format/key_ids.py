@@ -1,4 +1,4 @@
-"""The note of the key ids that a tenant's records were written with, kept beside the records: docs/encryption.md."""
+"""The list of key ids that a tenant's records were written with, kept beside the records: see docs/encryption.md."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _IDS_MAX = 4096
 
 
 def key_ids_place(tenant: str) -> NamespaceId:
-    """Where the note stands: as the manifest of a namespace that has no records."""
+    """Where the list is stored: as the manifest of a namespace that has no records."""
     return NamespaceId(hashlib.sha256(b"kvstore key ids v1\0" + tenant.encode()).digest()[:NAMESPACE_BYTES])
 
 
 def pack_key_ids(checks: Mapping[int, bytes]) -> bytes:
-    """The note's bytes: JSON with the check value of each key id."""
+    """The list as bytes: JSON with the check value of each key id."""
     keys = {str(key_id): check.hex() for key_id, check in sorted(checks.items())}
     return json.dumps({"kvstore_key_ids": _FORMAT, "keys": keys}).encode()
 
@@ -32,8 +32,8 @@ def parse_key_ids(data: bytes) -> dict[int, bytes]:
     """The inverse of `pack_key_ids`.
 
     Raises:
-        CorruptRecord: Not such a note.
-        UnsupportedFormat: One of a newer release.
+        CorruptRecord: Not such a list.
+        UnsupportedFormat: It was written by a newer release.
     """
     try:
         content = json.loads(data)

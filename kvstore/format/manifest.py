@@ -1,6 +1,6 @@
 """Manifests: a namespace's description, kept beside its records so that people and migrations can explain them.
 
-Layout v1 (docs/formats/record-v1.md): a 48-byte head, the tenant in UTF-8, the canonical description, nothing behind.
+Layout v1 (docs/formats/record-v1.md): a 48-byte head, the tenant in UTF-8, the canonical description, nothing more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["MANIFEST_MAGIC", "MANIFEST_VERSION", "MAX_MANIFEST_BYTES", "pack_man
 MANIFEST_MAGIC = b"KVM1"
 MANIFEST_VERSION = 1
 MAX_MANIFEST_BYTES = 2 << 20
-"""No manifest is larger; whoever reads a length from outside checks it against this before allocating."""
+"""No manifest is larger; a length from outside is checked against this before memory is allocated."""
 
 _HEAD = struct.Struct("<4sHH16s16sII")
 _CHECKSUM_AT = slice(8, 24)
@@ -27,7 +27,7 @@ _TENANT_BYTES_MAX = 1024
 
 
 def pack_manifest(description: NamespaceDescription) -> bytes:
-    """The bytes to keep; equal descriptions make equal bytes.
+    """The manifest's bytes; equal descriptions make equal bytes.
 
     Raises:
         InvalidRequest: The tenant is over 1 KiB in UTF-8, or not valid Unicode.
@@ -54,8 +54,8 @@ def parse_manifest(data: bytes | bytearray | memoryview, expected: NamespaceId |
     """The inverse of `pack_manifest`.
 
     Args:
-        data: The kept bytes, all of them.
-        expected: The namespace under whose name they stood.
+        data: All bytes of the manifest.
+        expected: The namespace under whose name it was stored.
 
     Raises:
         CorruptRecord: Truncated, too long, damaged, or the manifest of another namespace than expected.

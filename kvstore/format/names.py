@@ -1,6 +1,6 @@
-"""The spelling of names, both ways: `v1/<namespace>/<first 2 hex of prefix>/{<prefix>}.g<group>.s<slice>`.
+"""Formats and parses names: `v1/<namespace>/<first 2 hex of prefix>/{<prefix>}.g<group>.s<slice>`.
 
-The braces are the Redis Cluster hash tag: all records of one boundary share a slot, pages spread the load.
+The braces are the Redis Cluster hash tag: the records of one boundary share a slot, the boundaries are spread over all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NAME = re.compile(
 
 
 def namespace_root(namespace: NamespaceId) -> str:
-    """What all names of a namespace start with, the slash included."""
+    """The start of all names of a namespace, including the slash."""
     return f"{ROOT}/{namespace.hex()}/"
 
 
 def manifest_name(namespace: NamespaceId) -> str:
-    """The name of a namespace's description."""
+    """The name of a namespace's manifest."""
     return f"{namespace_root(namespace)}manifest"
 
 

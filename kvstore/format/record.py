@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 MAX_RECORD_BYTES = 1 << 30
-"""No record is larger; whoever reads a length from outside checks it against this before allocating."""
+"""No record is larger; a length from outside is checked against this before memory is allocated."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -54,11 +54,11 @@ class Record:
 
 
 def seal(header: HeaderV1, data: bytearray | memoryview) -> Record:
-    """Seal a payload that already stands at `data[192:]`: writes the header with size and checksum in front of it.
+    """Seal a payload that is already at `data[192:]`: writes the header with its size and checksum in front of it.
 
     Args:
         header: All fields but payload size and checksum, which are computed here.
-        data: A writable buffer of 192 bytes and the payload, nothing behind it; the record takes it over.
+        data: A writable buffer of 192 bytes and the payload, nothing more; the record takes it over.
     """
     view = memoryview(data).cast("B")
     sealed = header.with_payload(view[HEADER_BYTES:])
@@ -85,9 +85,9 @@ def read_record(data: Buffer, expected: RecordKey | None = None) -> Record:
 
 
 class RunningChecksum:
-    """The checksum of a payload that comes in pieces.
+    """The checksum of a payload that arrives in pieces.
 
-    A piece that was just received is still in the processor's cache: there it is summed at less than half the cost.
+    A piece that was just received is still in the processor's cache, where its checksum costs least.
     """
 
     def __init__(self) -> None:
@@ -98,16 +98,16 @@ class RunningChecksum:
         self._hash.update(piece)
 
     def digest(self) -> bytes:
-        """Of all that was added."""
+        """The checksum of all pieces so far."""
         return self._hash.digest()
 
 
 def verify_payload(record: Record, checksum: bytes | None = None) -> None:
-    """Check the payload's checksum. Takes about a millisecond per 10 MiB; large payloads release the GIL.
+    """Verify the payload's checksum. Releases the GIL for large payloads.
 
     Args:
-        record: What was read.
-        checksum: Of its payload, by whoever summed it as it came; by default it is summed here.
+        record: As `read_record` returned it.
+        checksum: The payload's, if it was computed on arrival (`RunningChecksum`); by default it is computed here.
 
     Raises:
         CorruptRecord: The payload is not what was sealed.

@@ -1,1 +1,1 @@
-"""What is stored, as plain values and pure functions: keys, spans, kinds of group, layouts, coverage. See README.md."""
+"""The data model, as plain values and pure functions: keys, spans, kinds of group, layouts, coverage. See README.md."""

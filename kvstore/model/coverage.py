@@ -1,16 +1,16 @@
-"""Which prefix can be resumed from the records that are there. Pure, and the heart of the store.
+"""The longest prefix that can be resumed from the records that are present. Pure, and the heart of the store.
 
-The words: a prefix is cut into *cells* of `page_tokens`. A boundary that ends a cell may have a page, a boundary inside
-a cell a tail, and either is a record that spans its cell from the start to the boundary. A recurrent group has a state
-at a boundary instead. A resume point `n` need not be a boundary, but is not beyond the last one. It is usable when
-every group agrees:
+A prefix is divided into *cells* of `page_tokens` tokens. A boundary at the end of a cell may have a page, a boundary
+inside a cell a tail; either is a record that spans its cell from the start to the boundary. A recurrent group has a
+state at a boundary instead. A resume point `n` need not be a boundary, but is not beyond the last one. It is usable
+when it is usable for every group:
 
-- a paged group, when every cell between the first token its kind still reads (`GroupKind.needed_from`) and `n` has a
-  record that reaches `n` or the cell's end. The record may reach *past* `n`: its tokens are known to be equal, since
-  its boundary hash is one of the prompt's own, and a reader uses the part below `n`;
-- a recurrent group, when there is a state exactly at `n`.
+- for a paged group, when every cell between the first token that its kind needs (`GroupKind.needed_from`) and `n` has a
+  record that reaches `n` or the cell's end. The record may reach *past* `n`: its tokens are those of the prompt, since
+  its boundary hash is one of the prompt's, and a reader uses the part before `n`;
+- for a recurrent group, when there is a state exactly at `n`.
 
-Tokens below `local_tokens` are in the engine's own cache already, so pages are not needed there.
+Tokens below `local_tokens` are in the engine's own cache already, so no pages are needed there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.model.spans import cell_of
 __all__ = ["MAX_POINTS", "NeededRecord", "ends_to_resume", "longest_resumable", "records_to_resume"]
 
 MAX_POINTS = 1 << 20
-"""Most cells, and most resume points, that one prompt may have: bounds a hostile question to about a second."""
+"""Most cells, and most resume points, of one prompt: bounds the work that a hostile query can cause."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,8 +58,8 @@ def longest_resumable(
     Args:
         layout: The model's groups.
         boundary_tokens: Boundaries of the prompt, strictly ascending, above zero, at most `MAX_PREFIX_TOKENS`.
-        groups_present: For each boundary a bit per group index: set when *all* slices of its record are there.
-        local_tokens: Tokens that the engine holds itself.
+        groups_present: For each boundary a bit per group index: set when *all* slices of its record are present.
+        local_tokens: Tokens in the engine's own cache.
         cap_tokens: No resume point is beyond this.
         step_tokens: Resume points are multiples of this.
 
@@ -67,9 +67,9 @@ def longest_resumable(
         A multiple of `step_tokens` in `(local_tokens, cap_tokens]`, or `local_tokens`.
 
     Raises:
-        InvalidRequest: The arguments are not what they must be, or mean more than `MAX_POINTS` cells or points.
+        InvalidRequest: The arguments are not valid, or mean more than `MAX_POINTS` cells or resume points.
 
-    Runs in time linear in boundaries x groups, plus one step for each candidate.
+    Runs in time linear in boundaries x groups, plus candidates x groups.
     """
     table = _Table(layout, boundary_tokens, groups_present)
     if step_tokens <= 0:
@@ -146,11 +146,11 @@ def ends_to_resume(
 
 
 class _Table:
-    """Boundaries and what is present there, checked, as arrays: a prompt may have many thousands.
+    """The boundaries and their presence, checked, as arrays: a prompt may have many thousands.
 
     Attributes:
-        page_tokens: Of the layout.
-        num_cells: Cells that the boundaries reach into.
+        page_tokens: Page length of the layout.
+        num_cells: Cells from the prompt's start to the last boundary.
     """
 
     def __init__(self, layout: Layout, boundary_tokens: Sequence[int], groups_present: Sequence[int]) -> None:
@@ -164,12 +164,12 @@ class _Table:
             raise InvalidRequest(f"a prompt has at most {MAX_POINTS} cells", tokens=last)
         try:
             self._tokens = np.asarray(boundary_tokens, dtype=np.int64)
-        except OverflowError as error:  # beyond the last one, so they do not ascend
+        except OverflowError as error:  # a boundary beyond the last one, so they do not ascend
             raise InvalidRequest("boundaries must ascend from above zero") from error
         if (last and (self._tokens[0] <= 0 or not (self._tokens[1:] > self._tokens[:-1]).all())) or last < 0:
             raise InvalidRequest("boundaries must ascend from above zero")
         self.num_cells = cell_of(last, self.page_tokens) + 1 if last else 0
-        # bits of more groups than a machine word has stay Python's
+        # bits that do not fit a machine word stay Python integers
         self._present = np.asarray(groups_present, dtype=np.int64 if len(layout.groups) < 63 else object)
 
     def ends(self, group: int) -> npt.NDArray[np.int64]:
@@ -182,7 +182,7 @@ def _covers(ends: npt.NDArray[np.int64], page_tokens: int, resume_tokens: int) -
     """For each cell the nearest of `ends` that reaches the cell's end or `resume_tokens`."""
     cells = (ends - 1) // page_tokens
     reaches = ends >= np.minimum(resume_tokens, (cells + 1) * page_tokens)
-    # of several in one cell the first stays
+    # reversed, so that of several boundaries in one cell the first is kept
     return dict(zip(cells[reaches][::-1].tolist(), ends[reaches][::-1].tolist(), strict=True))
 
 
@@ -204,7 +204,7 @@ class _PageReader:
         self._page_tokens = table.page_tokens
         self._local_tokens = local_tokens
         cells = np.arange(1, table.num_cells + 1)
-        # furthest boundary with a record in each cell, 0 for none: the last of several stays
+        # furthest boundary with a record in each cell, 0 for none: of several assignments the last one counts
         reach = np.zeros(table.num_cells, dtype=np.int64)
         reach[(ends - 1) // table.page_tokens] = ends
         self._reach: list[int] = reach.tolist()

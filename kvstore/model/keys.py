@@ -1,4 +1,4 @@
-"""Names of things: a namespace, a token prefix, one record."""
+"""Identifiers: of a namespace, a token prefix, one record."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RecordKey:
-    """What a record is; its name is this key spelled out, and the header repeats it.
+    """Identifies a record; its name is this key as text, and its header repeats it.
 
     Attributes:
-        namespace: Who may read it.
+        namespace: The namespace; only engines with the same one may read it.
         prefix: Hash of the token prefix that *ends* where the record ends.
         group: Index of the canonical group in the namespace's layout.
         slice: Index of the slice in the group's grid.

@@ -1,4 +1,4 @@
-"""Kinds of cache group: each answers one question, which tokens (or which state) a resume point needs."""
+"""Kinds of cache groups. Each answers one question: which tokens, or which state, does a resume point need?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class RecordKind(IntEnum):
-    """What one record holds; a byte of its header."""
+    """What a record holds; a byte of its header."""
 
     PAGE = 1
     TAIL = 2
@@ -29,9 +29,9 @@ class RecordKind(IntEnum):
 
 
 class GroupKind:
-    """Base of the kinds. `needed_from(n)` is the first token whose page bytes resuming at `n` still reads.
+    """Base of the kinds. `needed_from(n)` is the first token whose page bytes are needed to resume at `n`.
 
-    `None` means: not pages at all, but one state exactly at `n`.
+    `None` means: no pages, but one state exactly at `n`.
     """
 
     name: ClassVar[str]
@@ -69,8 +69,8 @@ class SlidingWindow(GroupKind):
     """Keys and values of the last tokens only.
 
     Attributes:
-        window_tokens: Tokens that one query sees, itself included.
-        extra_tokens: Further earlier tokens that the engine retains, e.g. for speculative decoding.
+        window_tokens: Tokens that one query attends to, including itself.
+        extra_tokens: Additional earlier tokens that the engine retains, e.g. for speculative decoding.
     """
 
     window_tokens: int
@@ -121,7 +121,8 @@ def parse_kind(description: dict[str, int | str]) -> GroupKind:
     """The inverse of `GroupKind.describe`.
 
     Raises:
-        InvalidRequest: The kind is unknown, or its fields are missing, extra or not positive.
+        InvalidRequest: The kind is unknown, or its fields are missing, unknown, negative, or zero (`extra_tokens` may
+            be).
     """
     fields = dict(description)
     name = fields.pop("kind", None)

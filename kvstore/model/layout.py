@@ -31,7 +31,7 @@ class GroupLayout:
         return isinstance(self.kind, Recurrent)
 
     def record_at(self, tokens: int, page_tokens: int) -> tuple[RecordKind, Span]:
-        """What this group's record at boundary `tokens` is, and which tokens it spans."""
+        """The kind of this group's record at boundary `tokens`, and the tokens that it spans."""
         if self.is_state:
             return RecordKind.STATE, Span(tokens, tokens)
         span = span_ending_at(tokens, page_tokens)

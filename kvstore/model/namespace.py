@@ -13,22 +13,26 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.kinds import parse_kind
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = ["NamespaceDescription", "describe_layout", "field_differences"]
+__all__ = ["NamespaceDescription", "NamespaceNotOpen", "describe_layout", "field_differences", "flat_fields"]
 
 _MAX_BYTES = 1 << 20
 
 
+class NamespaceNotOpen(InvalidRequest):
+    """Nothing can be asked of the namespace until it is opened, or opened again: clients do that by themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamespaceDescription:
-    """A namespace in words: canonical JSON, so that equal descriptions are equal bytes on every machine.
+    """The description of a namespace as canonical JSON: equal descriptions are equal bytes on every machine.
 
     `fields["layout"]` must be `{"page_tokens": int, "groups": [{"kind": ..., "num_slices": int, ...}]}`, as
-    `describe_layout` writes it; every other field is free, is only compared, and is stored beside the records so that
-    two namespaces can be explained field by field.
+    `describe_layout` writes it. Every other field is free and only compared; all are stored beside the records, so that
+    the differences between two namespaces can be listed field by field.
 
     Attributes:
         canonical: UTF-8 JSON with sorted keys and no white space.
-        tenant: Who owns the records; the service sets it from the verified credential.
+        tenant: The owner of the records; the service sets it from the verified credential.
     """
 
     canonical: bytes
@@ -55,7 +59,7 @@ class NamespaceDescription:
 
     @classmethod
     def from_canonical(cls, canonical: bytes, tenant: str = "") -> NamespaceDescription:
-        """Read back what `canonical` holds, e.g. from the wire or a manifest.
+        """Parse the canonical form, e.g. from the wire or a manifest.
 
         Raises:
             InvalidRequest: The bytes are not the canonical form of a valid description.
@@ -75,13 +79,13 @@ class NamespaceDescription:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The description as a fresh dictionary."""
+        """The description as a new dictionary."""
         value: dict[str, Any] = json.loads(self.canonical)
         return value
 
     @property
     def id(self) -> NamespaceId:
-        """The first 16 bytes of SHA-256 over tenant and description, with a length between them."""
+        """The first 16 bytes of SHA-256 over a fixed label, the tenant's length, the tenant and the description."""
         tenant = self.tenant.encode()
         digest = hashlib.sha256(b"kvstore namespace v1\0" + len(tenant).to_bytes(4, "little") + tenant + self.canonical)
         return NamespaceId(digest.digest()[:NAMESPACE_BYTES])
@@ -111,7 +115,7 @@ _KIND_FIELDS = ("kind", "window_tokens", "extra_tokens", "chunk_tokens")
 
 
 def describe_layout(layout: Layout, notes: tuple[Mapping[str, Any], ...] | None = None) -> dict[str, Any]:
-    """The `layout` field for a description; `notes` adds one mapping of further facts (shapes, layers) per group."""
+    """The `layout` field of a description; `notes` adds a mapping of further facts (shapes, layers) per group."""
     notes = notes or tuple({} for _ in layout.groups)
     return {
         "page_tokens": layout.page_tokens,
@@ -123,20 +127,24 @@ def describe_layout(layout: Layout, notes: tuple[Mapping[str, Any], ...] | None 
 
 
 def field_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
-    """Where the fields of two descriptions differ: by path (`layout.groups[0].num_slices`) the first one's value and
-    the other's, `None` for one that it does not have. A list of plain values is one value.
+    """The differences between two descriptions: path (like `layout.groups[0].num_slices`) to the values in `one` and
+    `other`; `None` where a description lacks the field. A list of plain values counts as one value.
     """
-    mine, its = dict(_leaves(one, "")), dict(_leaves(other, ""))
-    return {path: (mine.get(path), its.get(path)) for path in {**mine, **its} if mine.get(path) != its.get(path)}
+    ours, theirs = dict(flat_fields(one)), dict(flat_fields(other))
+    paths = {**ours, **theirs}
+    return {path: (ours.get(path), theirs.get(path)) for path in paths if ours.get(path) != theirs.get(path)}
 
 
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+def flat_fields(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """The fields of a description, nested ones by their path (like `layout.groups[0].num_slices`), with their values. A
+    list of plain values is one value.
+    """
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+            yield from flat_fields(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
+            yield from flat_fields(item, f"{path}[{index}]")
     else:
         yield path, value
 

@@ -1,4 +1,4 @@
-"""What became of a request's prompt: told by the engine that asked, kept for whoever asks later why it was a miss."""
+"""The outcome of a request: reported by its engine, kept to explain later why its prompt was not resumed further."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Outcome:
 
     Attributes:
         request: The engine's id of it.
-        namespace: Where it was looked up; `None`: the engine has no namespace, or did not look.
-        prompt_tokens: Of the prompt.
+        namespace: Where it was looked up; `None`: the engine has no namespace, or made no lookup.
+        prompt_tokens: Length of the prompt.
         cap_tokens: The furthest point that it could have been resumed from.
-        local_tokens: What the engine held itself.
-        resume_tokens: Up to where it was resumed, from the engine's cache or ours.
-        reason: Why no further; empty when it reached `cap_tokens`. The words are in docs/explain.md.
-        detail: What the reason rests on, plain values.
+        local_tokens: Tokens in the engine's own cache.
+        resume_tokens: The point from which it was resumed, from the engine's cache or the store.
+        reason: Why not further; empty when it reached `cap_tokens`. The values are listed in docs/explain.md.
+        detail: Details of the reason, plain values.
         stop: The next boundary that it needed, or `None` where that is not the reason.
-        groups: A bit for each group that was whole at `stop`.
-        first: Hash of its first boundary, salt and adapter included; and
-        content: `content_digest` of the tokens up to there. Equal contents under different hashes are prompts that
-            were kept apart.
-        tenant: Whose engine it was; the service sets it from the verified credential.
+        groups: A bit for each group that was complete at `stop`.
+        first: Hash of its first boundary, salt and adapter included.
+        content: `content_digest` of the tokens up to `first`. Equal contents with different hashes show prompts whose
+            caches are kept separate.
+        tenant: The engine's tenant; the service sets it from the verified credential.
     """
 
     request: str
@@ -51,5 +51,5 @@ class Outcome:
 
 
 def content_digest(tokens: Sequence[int]) -> bytes:
-    """16 bytes that tell token sequences apart, whatever else their pages depend on."""
+    """A 16-byte digest of the token ids alone, without salt, adapter or media."""
     return hashlib.blake2b(array("Q", tokens).tobytes(), digest_size=CONTENT_BYTES).digest()

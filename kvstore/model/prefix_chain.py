@@ -1,5 +1,5 @@
-"""The prefix hash of plain tokens, as an operator asks for it: docs/formats/prefix-hash-v1.md without adapter, media
-and embeddings. Engines, whose prompts have those too, hash them on their own side.
+"""The prefix hashes of plain tokens, for operators' queries: docs/formats/prefix-hash-v1.md without adapters, media and
+embeddings. The connector hashes prompts that may have those.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from kvstore.model.keys import Boundary, PrefixHash
 __all__ = ["LINK_TOKENS", "PlainChain", "prefix_root"]
 
 LINK_TOKENS = 16
-"""Tokens of a link: boundaries are multiples of it."""
+"""Tokens of a link of the chain: boundaries are multiples of it."""
 
 _ROOT = b"kvstore prefix v1\0"
 
 
 def prefix_root(cache_salt: str | None) -> bytes:
-    """What the first link of a prompt's chain stands on; an adapter's digest comes behind it."""
+    """The input of the chain's first hash; an adapter's digest is appended to it."""
     salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
     return _ROOT + len(salt).to_bytes(4, "little") + salt
 
 
 class PlainChain:
-    """Hashes at every multiple of 16 tokens, link by link.
+    """Computes the hash at every multiple of 16 tokens, link by link.
 
     Args:
-        cache_salt: The prompt's, if it has one.
+        cache_salt: The prompt's `cache_salt`; `None`: it has none.
     """
 
     def __init__(self, cache_salt: str | None = None) -> None:
@@ -37,7 +37,7 @@ class PlainChain:
         self._tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
-        """The boundaries of the next tokens, whole links of them; what is left of a link is passed over.
+        """Append tokens and return their boundaries. Tokens after the last whole link are ignored, not kept.
 
         Raises:
             OverflowError: A token id does not fit 32 bits.

@@ -1,4 +1,4 @@
-"""Spans of tokens and how a prefix is cut into cells of one page each."""
+"""Spans of tokens, and the division of a prefix into cells of one page each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["MAX_PREFIX_TOKENS", "Span", "cell_of", "span_ending_at"]
 
 MAX_PREFIX_TOKENS = 1 << 24
-"""No prefix is longer; bounds what a query from outside can make coverage compute, and fits a header's u32."""
+"""No prefix is longer: bounds the work that a query can cause, and fits the u32 of a record's header."""
 
 
 @dataclass(frozen=True, slots=True)

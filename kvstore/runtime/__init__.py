@@ -1,1 +1,1 @@
-"""Small tools every layer stands on: time, task ownership, single flight, byte budgets, meters. See README.md."""
+"""Small tools that every layer uses: time, task ownership, single flight, byte budgets, meters. See README.md."""

@@ -1,4 +1,4 @@
-"""Where threads may run."""
+"""CPU affinity of threads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["leave_pinned_core"]
 
 
 def leave_pinned_core() -> None:
-    """Let the calling thread, and all that it starts, run where the parent process may run.
+    """If the calling thread is pinned to one core, allow it, and the threads it starts, the parent process's cores.
 
-    Threads inherit the cores of whoever starts them. Inference engines pin their compute threads to one core each, so
-    that whatever is started from such a thread would share that core with it and crawl. A wider set of cores is
-    somebody's decision on placement (a NUMA node, `taskset`) and is kept.
+    Threads inherit the affinity of the thread that starts them. Inference engines pin each compute thread to one core;
+    a thread started from one of these would compete with it for that core. A wider set of cores is a deliberate
+    placement (a NUMA node, `taskset`) and is kept.
     """
-    with suppress(OSError, AttributeError):  # no such call on this system, or the parent is gone
+    with suppress(OSError, AttributeError):  # not supported on this system, or the parent has exited
         if len(os.sched_getaffinity(0)) == 1:
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

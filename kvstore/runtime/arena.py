@@ -1,8 +1,8 @@
-"""Shared memory that buffers are cut from: touched before it is needed, used again, readable by other processes.
+"""Shared memory that buffers are allocated from: made resident ahead of use, reused, readable by other processes.
 
-Fresh memory is what receiving a record costs most: the first touch of each 4 KiB is a fault, and a virtual machine pays
-for it twice, in the guest and in the host. And a process that maps the arena reads a record with one copy in memory
-instead of two through a socket.
+Fresh memory is the largest cost of receiving a record: the first touch of each 4 KiB page faults, in a virtual machine
+twice, in the guest and in the host. And a process that maps the arena reads a record with one copy in memory instead
+of two through a socket.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HEAD_BYTES = 64
 _GRAIN_BYTES = 16 << 10
 _WARM_STEP_BYTES = 8 << 20
 _CALM_S = 2.0
-"""Memory that was used is replaced some time later: whoever used it has an engine behind it that computes now."""
+"""Pause before more memory is made resident: the engine whose records used it up computes now, and needs the cores."""
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes stand in an arena.
+    """Where a buffer is in an arena.
 
     Attributes:
-        offset: From the arena's start.
-        num_bytes: Of the bytes.
-        stamp: Stands at `offset - 64` for as long as the bytes do; never zero.
+        offset: Of the buffer's first byte, from the arena's start.
+        num_bytes: Bytes of the buffer, or of its first part.
+        stamp: The number at `offset - 64` for as long as the buffer is valid; never zero.
     """
 
     offset: int
@@ -53,15 +53,16 @@ class Place:
 
 
 class Arena:
-    """A range of memory of its own; made with `open`.
+    """Allocates buffers in a memory file; made with `open`.
 
-    Each buffer has a stamp in front of it that is gone before its memory is used again, so that whoever copied from it
-    can tell whether all that he copied was still there. All methods but `close` belong to one thread; buffers may die
-    in any.
+    Each buffer has a stamp in front of it, which is erased before its memory is reused: a reader that finds the same
+    stamp after copying knows that the copy is intact. All methods but `close` belong to one thread; buffers may be
+    dropped in any.
 
     Attributes:
-        id: 16 random bytes: which arena this is.
+        id: 16 random bytes that identify this arena.
         capacity_bytes: Its size. It takes memory only as that is used, or warmed.
+        descriptor: Of the memory file; -1 once closed.
     """
 
     def __init__(self, descriptor: int, capacity_bytes: int, ahead_bytes: int) -> None:
@@ -71,21 +72,22 @@ class Arena:
         self._memory: mmap.mmap | None = mmap.mmap(descriptor, capacity_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._stamp = 0
-        self._stamps: dict[int, int] = {}  # of living buffers, by start
+        self._stamps: dict[int, int] = {}  # of live buffers, by start
         self._sizes: list[tuple[int, int]] = [(capacity_bytes, 0)]  # free ranges: (bytes, start), ascending
-        self._starts = {0: capacity_bytes}  # the same: start to bytes
-        self._stops = {capacity_bytes: 0}  # the same: stop to start
-        self._returned: deque[tuple[int, int]] = deque()  # by whichever thread dropped a buffer last
+        self._starts = {0: capacity_bytes}  # the free ranges again: start to bytes
+        self._stops = {capacity_bytes: 0}  # the free ranges again: stop to start
+        self._returned: deque[tuple[int, int]] = deque()  # dropped in any thread, not yet free
         self._used_stop = 0
         self._warmer = _Warmer(self._address, capacity_bytes, ahead_bytes)
 
     @classmethod
     def open(cls, capacity_bytes: int, *, ahead_bytes: int = 0) -> Arena | None:
-        """An arena, or `None` where the system has no such memory.
+        """Create an arena; `None` where the system does not support it.
 
         Args:
-            capacity_bytes: At least this much, rounded up to whole grains.
-            ahead_bytes: So much free memory is kept warm, by a thread that takes a fifth of a core at most.
+            capacity_bytes: Its least size; rounded up to 16 KiB.
+            ahead_bytes: How much memory beyond what was used is kept resident, by a thread that takes a fifth of a core
+                at most.
         """
         capacity_bytes = _rounded(capacity_bytes)
         try:
@@ -95,7 +97,7 @@ class Arena:
         try:
             os.ftruncate(descriptor, capacity_bytes)
             arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
-            # from now on nobody maps it for writing, and it keeps its size: a peer can neither spoil nor fault us
+            # nobody else can map it for writing or change its size: a peer can neither corrupt it nor make us fault
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         except (OSError, ValueError):
@@ -105,16 +107,16 @@ class Arena:
         return arena
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """A buffer of unspecified content, or `None`: no free range is that large.
+        """Allocate a buffer of unspecified content; `None`: no free range is large enough.
 
-        Its memory returns when the last view of it is gone.
+        Its memory is freed when the last view of it is dropped.
         """
         memory = self._memory
         if memory is None:
             return None
         self._collect()
         needed = _rounded(_HEAD_BYTES + num_bytes)
-        index = bisect_left(self._sizes, (needed, 0))  # the smallest that fits: memory that was used before, if any
+        index = bisect_left(self._sizes, (needed, 0))  # best fit: tends to reuse memory that is resident
         if index == len(self._sizes):
             return None
         size, start = self._sizes[index]
@@ -131,7 +133,7 @@ class Arena:
         return memoryview(buffer)
 
     def place(self, view: memoryview) -> Place | None:
-        """Where the bytes of a buffer, or of its first part, stand; `None`: not in this arena."""
+        """Where a buffer, or its first part, is in this arena; `None`: it is not."""
         address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         offset = address - self._address
         stamp = self._stamps.get(offset - _HEAD_BYTES) if self._memory is not None else None
@@ -144,7 +146,7 @@ class Arena:
         return sum(self._starts.values())
 
     def close(self) -> None:
-        """End the warming, let go of descriptor and mapping, give no more buffers; living ones live on. Idempotent."""
+        """Stop the warming, close the descriptor and allocate no more; live buffers stay valid. Idempotent."""
         self._warmer.stop()
         self._memory = None  # unmapped with the last buffer
         descriptor, self.descriptor = self.descriptor, -1
@@ -152,7 +154,7 @@ class Arena:
             os.close(descriptor)
 
     def _collect(self) -> None:
-        """Take dead buffers' memory back: stamps first, so that nobody reads a new content under an old one."""
+        """Free the memory of dropped buffers. Erases the stamps first: no reader takes new content for the old."""
         memory = self._memory
         while self._returned and memory is not None:
             start, size = self._returned.popleft()
@@ -162,9 +164,9 @@ class Arena:
             if (before := self._stops.get(start)) is not None:
                 self._unlist(before, start - before)
                 start = before
-            if (behind := self._starts.get(stop)) is not None:
-                self._unlist(stop, behind)
-                stop += behind
+            if (after_bytes := self._starts.get(stop)) is not None:
+                self._unlist(stop, after_bytes)
+                stop += after_bytes
             self._list(start, stop - start)
 
     def _list(self, start: int, size: int) -> None:
@@ -182,7 +184,7 @@ class ArenaView:
     """Another process's arena, for reading.
 
     Args:
-        descriptor: Of the arena; stays the caller's.
+        descriptor: Of the arena; the caller closes it.
         capacity_bytes: As its owner says.
 
     Raises:
@@ -199,7 +201,7 @@ class ArenaView:
         self._bytes: Any = np.frombuffer(self._memory, np.uint8)
 
     def copy(self, place: Place, target: memoryview) -> bool:
-        """Copy the bytes to the start of `target`. False: they were gone before all were copied; `target` is scrap.
+        """Copy the bytes to the start of `target`. False: the buffer was freed meanwhile; `target` is undefined.
 
         Raises:
             InvalidRequest: No such place, or the target is too small.
@@ -214,7 +216,7 @@ class ArenaView:
 
 
 class _Warmer:
-    """A thread that touches an arena's memory some way ahead of its use, at a pace that leaves the cores to others."""
+    """A thread that makes an arena's memory resident ahead of its use, paced to leave the cores to others."""
 
     def __init__(self, address: int, capacity_bytes: int, ahead_bytes: int) -> None:
         self._address = address
@@ -233,7 +235,7 @@ class _Warmer:
             self._thread.start()
 
     def want(self, used_stop: int) -> None:
-        """Keep memory warm behind `used_stop`, in strides, so that the thread is not woken for every buffer."""
+        """Keep the memory after `used_stop` resident; in large steps, so that not every buffer wakes the thread."""
         if not self._is_off and used_stop + self._ahead_bytes // 2 > self._wanted_stop < self._capacity_bytes:
             self._wanted_stop = min(used_stop + self._ahead_bytes, self._capacity_bytes)
             self._wake.set()
@@ -251,7 +253,7 @@ class _Warmer:
             self._wake.clear()
             if self._warm_stop:
                 self._end.wait(_CALM_S)
-            with suppress(OSError):  # an old kernel, or no memory: then its users fault it in
+            with suppress(OSError):  # an old kernel, or no memory: then its users take the faults
                 while (
                     self._warm_stop < self._wanted_stop and not self._end.is_set() and spare_bytes() > _WARM_STEP_BYTES
                 ):

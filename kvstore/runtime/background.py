@@ -1,16 +1,17 @@
-"""Owners of background tasks: every task has one, and none outlives it."""
+"""Background tasks with an owner: none outlives it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import logging
+import socket
 from collections.abc import Coroutine
 from typing import Any
 
 from kvstore.errors import Closed
 
-__all__ = ["Background"]
+__all__ = ["Background", "on_loose_exception"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ class Background:
         Args:
             work: What the task does.
             name: For logs.
-            is_awaited: The caller awaits the task and so gets what it raises: that is no failure to log here.
-            is_nobodys: It works for others too: it inherits neither the caller's request nor its trace.
+            is_awaited: The caller awaits the task and gets its exception, which is then neither logged nor counted.
+            is_nobodys: It works for several callers: it inherits neither this one's request context nor its trace.
 
         Raises:
             Closed: The owner is closed; `work` was not started.
@@ -62,7 +63,7 @@ class Background:
     def _ended_awaited(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at, since whoever awaited it may be gone
+            task.exception()  # retrieved, since its awaiter may have been cancelled
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -70,13 +71,23 @@ class Background:
     async def aclose(self) -> None:
         """Cancel every task and wait until all have ended. Idempotent.
 
-        A task that calls this on its own owner is left running: it ends when it returns.
+        A task that closes its own owner is not cancelled: it ends when it returns.
         """
         self._closed = True
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         while tasks:
             for task in tasks:
                 task.cancel()
-            # again after a while: a library may have swallowed it (`asyncio.wait_for` does, before Python 3.12)
+            # cancel again after a while: a library may have swallowed it (`asyncio.wait_for` does before Python 3.12)
             _, left = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
             tasks = list(left)
+
+
+def on_loose_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A loop's exception handler: its default, but for host names that were not resolved in time.
+
+    Whoever connected has given up and reported it, once; the resolver's answer comes later and would be logged as an
+    error for each attempt.
+    """
+    if not isinstance(context.get("exception"), socket.gaierror):
+        loop.default_exception_handler(context)

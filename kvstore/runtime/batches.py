@@ -1,4 +1,4 @@
-"""Many small pieces of work in few calls: what comes while a call is under way goes with the next one."""
+"""Batches small items: those that arrive while a call runs are sent together in the next call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Answer = TypeVar("Answer")
 
 
 class Batches(Generic[Item, Answer]):
-    """One call at a time carries all items that have come since the last one; nobody waits for company.
+    """Runs one call at a time, with all items that have arrived since the last one; an item that finds no call running
+    is sent at once.
 
     Args:
-        call: Takes some items; its answer, or its error, is everybody's. It needs a limit of its own.
+        call: Takes some items; all of them get its answer, or its error. It must end by itself, as by a timeout.
         background: Owns the calls.
         items_max: Items in one call.
     """
@@ -39,21 +40,21 @@ class Batches(Generic[Item, Answer]):
         """Wait for the call that carries `item`.
 
         Args:
-            item: What is carried.
-            deadline: When to give up; `None`: the call ends by itself, and how it did must be known.
+            item: What to send.
+            deadline: When to stop waiting; `None`: wait for the call, however it ends.
 
         Raises:
-            Unavailable: At the deadline; the call goes on.
+            Unavailable: At the deadline; the call continues.
             KVStoreError: What the call raised.
 
-        If cancelled, the item may still go with a call.
+        If cancelled, the item may still be sent.
         """
         future: asyncio.Future[Answer | KVStoreError] = asyncio.get_running_loop().create_future()
         if not self._is_running:
             self._background.spawn(self._run(), "batches")
             self._is_running = True
         self._waiting.append((item, future))
-        async with deadline.scope("a call for several") if deadline is not None else nullcontext():
+        async with deadline.scope("a batched call") if deadline is not None else nullcontext():
             answer = await future
         if isinstance(answer, KVStoreError):
             raise answer
@@ -66,18 +67,20 @@ class Batches(Generic[Item, Answer]):
                 answer: Answer | KVStoreError
                 try:
                     answer = await self._call([item for item, _ in batch])
-                except KVStoreError as error:  # travels as a value: perhaps nobody waits any more
+                except KVStoreError as error:  # set as a result: perhaps nobody waits for the future any more
                     answer = error
-                except BaseException:  # the owner ends: nobody will carry those that wait either
-                    _tell(batch + self._waiting, Closed("closed before a call was made or had ended"))
+                except BaseException:  # the owner closes: those that wait are not sent either
+                    _resolve(batch + self._waiting, Closed("closed before a call was made or had ended"))
                     self._waiting = []
                     raise
-                _tell(batch, answer)
+                _resolve(batch, answer)
         finally:
             self._is_running = False
 
 
-def _tell(batch: Sequence[tuple[Item, asyncio.Future[Answer | KVStoreError]]], answer: Answer | KVStoreError) -> None:
+def _resolve(
+    batch: Sequence[tuple[Item, asyncio.Future[Answer | KVStoreError]]], answer: Answer | KVStoreError
+) -> None:
     for _, future in batch:
         if not future.done():
             future.set_result(answer)

@@ -1,4 +1,4 @@
-"""Byte budgets: whoever holds bytes holds a receipt for them."""
+"""Byte budgets with receipts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ByteBudget:
         self._waiters: deque[tuple[int, asyncio.Future[Grant]]] = deque()
 
     def try_take(self, num_bytes: int) -> Grant | None:
-        """Grant now, or `None`: it never overtakes somebody who waits."""
+        """Grant without waiting; `None`: too few bytes are free, or others wait already."""
         if self._waiters or self.used_bytes + num_bytes > self.limit_bytes:
             return None
         self.used_bytes += num_bytes
@@ -40,7 +40,7 @@ class ByteBudget:
         """Wait until `num_bytes` are free.
 
         Raises:
-            InvalidRequest: More than the whole budget was asked for; it would wait for ever.
+            InvalidRequest: More than the whole budget was asked for; it would wait forever.
 
         If cancelled, nothing stays granted.
         """
@@ -62,7 +62,7 @@ class ByteBudget:
             raise
 
     def give_back(self, grant: Grant) -> None:
-        """Return a grant's bytes and wake whoever fits now."""
+        """Return a grant's bytes and wake the waiters that fit now."""
         if grant.returned:
             raise InternalError("a byte grant was given back twice", num_bytes=grant.num_bytes)
         grant.returned = True
@@ -73,7 +73,7 @@ class ByteBudget:
         while self._waiters:
             num_bytes, future = self._waiters[0]
             if future.done():
-                if future.cancelled():  # its owner removes the entry itself; look no further until it did
+                if future.cancelled():  # its waiter removes the entry and calls `_wake` again
                     return
                 self._waiters.popleft()
                 continue

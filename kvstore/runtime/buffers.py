@@ -1,4 +1,4 @@
-"""Fresh memory to receive bytes into."""
+"""Uninitialised memory to receive bytes into."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["fresh_buffer"]
 
 
 def fresh_buffer(num_bytes: int) -> memoryview:
-    """A writable buffer of unspecified content, for somebody who writes all of it before anybody reads.
+    """A writable buffer of unspecified content; all of it must be written before it is read.
 
-    A `bytearray` is zeroed where it is made, which on an event loop costs a millisecond for each few MiB; here the
-    first touch of each page is left to whoever fills the buffer, often a thread.
+    Unlike a `bytearray`, it is not zeroed, which would block the event loop: the page faults of the first touch are
+    taken by whoever fills the buffer, often a thread.
     """
     array: Any = np.empty(num_bytes, np.uint8)
     return memoryview(array)

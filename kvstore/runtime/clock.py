@@ -1,4 +1,4 @@
-"""The only source of time, so that tests and simulations can own it."""
+"""The only source of time, so that tests and simulations can replace it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Two kinds of time: one to measure with, one to write down."""
+    """Two kinds of time: monotonic, to measure durations, and wall-clock, for timestamps."""
 
     def monotonic_s(self) -> float:
         """Seconds on a clock that never jumps; only differences have meaning."""

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, and what else stops all threads where many objects are made and dropped."""
+"""Avoids pauses of all threads where many objects are made and dropped: by the cyclic collector, by deallocation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _was_on = True
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Search for no cycles inside, in the whole process: with a million objects alive each search stops all threads
-    for a good part of a second. To be used on the event loop, for seconds, around work that makes no cycles.
+    """Disable the cyclic collector of the whole process inside the block: with a million live objects each collection
+    stops all threads noticeably. Use it on the event loop, for seconds, around work that makes no cycles. Nests.
     """
     global _num_paused, _was_on
     if _num_paused == 0:
@@ -35,8 +35,8 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_spared() -> Iterator[None]:
-    """Search for no cycles inside among what is alive now, in the whole process: what was made while the collector was
-    paused, and stays for a while, would be searched in one step as soon as it goes on.
+    """Exempt all objects that exist now from collection inside the block, in the whole process: objects that were made
+    while the collector was paused would otherwise all be searched in the first collection after it resumes.
     """
     gc.freeze()
     try:
@@ -46,7 +46,7 @@ def collector_spared() -> Iterator[None]:
 
 
 def let_go(*containers: list[Any] | MutableMapping[Any, Any]) -> None:
-    """Empty large containers piece by piece: dropped whole, nothing else would run until their last object is gone."""
+    """Empty large containers piece by piece: dropped whole, they would stop all threads until all objects are gone."""
     for container in containers:
         if isinstance(container, list):
             while container:

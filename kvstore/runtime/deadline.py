@@ -1,4 +1,4 @@
-"""A point in time after which an answer is of no use."""
+"""Deadlines: points in time after which an answer is useless."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Deadline"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point on the monotonic clock, handed down unchanged through all layers of one call.
+    """A point on the monotonic clock, passed unchanged through all layers of one call.
 
     Attributes:
         at_s: The point, on `clock`.
@@ -45,10 +45,10 @@ class Deadline:
 
     @asynccontextmanager
     async def scope(self, what: str) -> AsyncIterator[None]:
-        """Run a block that is cancelled at the deadline.
+        """Cancel the block at the deadline.
 
         Raises:
-            Unavailable: The block was still running at the deadline; `what` names it.
+            Unavailable: The block was still running at the deadline; the message begins with `what`.
         """
         try:
             async with asyncio.timeout(self.remaining_s):

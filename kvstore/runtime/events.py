@@ -1,4 +1,4 @@
-"""What happened lately, for whoever is called at night: a bounded ring that anybody may add to and read."""
+"""Recent events, for the operator on call: a bounded ring for each kind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 __all__ = ["Event", "EventKind", "Events"]
 
 _KEPT = 256
-"""Of each kind: a tier that comes and goes all night pushes out nothing else."""
+"""Events of each kind: a tier that fails and returns all night does not push out events of other kinds."""
 _TEXT_CHARS_MAX = 300
 
 
 class EventKind(Enum):
-    """What may happen. Words are stable."""
+    """Kinds of events. The values are part of the API: they do not change."""
 
     STARTED = "started"
     TIER_DOWN = "tier_down"
@@ -33,17 +33,17 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     Attributes:
-        number: Grows with each event, over restarts too: milliseconds since the Unix epoch, or one more than the last.
-            So gaps tell nobody of events that he may not see.
-        at_ms: When, since the Unix epoch.
-        kind: What.
-        text: In words, cut at 300 characters.
-        namespace: What it is about, in hex; empty: nothing that is one tenant's.
-        tenant: Whose doing it was; `None`: no tenant's.
-        is_public: Every tenant may know of it, without its details.
+        number: Increases with each event, also over restarts: milliseconds since the Unix epoch, or one more than the
+            last. So gaps do not reveal events that a reader may not see.
+        at_ms: When, in milliseconds since the Unix epoch.
+        kind: Its kind.
+        text: What happened, cut at 300 characters.
+        namespace: The namespace concerned, in hex; empty: none.
+        tenant: The tenant that caused it; `None`: no tenant did.
+        is_public: Every tenant may see it, without its details.
         detail: Plain values.
     """
 
@@ -58,10 +58,10 @@ class Event:
 
 
 class Events:
-    """Keeps the last 256 events of each kind. Safe from any thread; nobody waits for it.
+    """Keeps the last 256 events of each kind. Safe from any thread; never blocks for long.
 
     Args:
-        clock: For the time of day.
+        clock: For timestamps.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -85,7 +85,7 @@ class Events:
         is_public: bool = False,
         detail: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Something happened just now."""
+        """Add an event that happened just now; the arguments are as in `Event`."""
         at_ms = self._clock.wall_ms()
         cut = {
             name: value[:_TEXT_CHARS_MAX] if isinstance(value, str) else value for name, value in (detail or {}).items()
@@ -98,8 +98,8 @@ class Events:
             self._last = number
 
     def after(self, number: int) -> list[Event]:
-        """Kept events behind a number, in order. A number that is not reached yet is of a clock that went back: then
-        all are told.
+        """The kept events after a number, in order. A number larger than the last one's means that the clock was set
+        back: then all are returned.
         """
         with self._lock:
             last = self._last

@@ -1,4 +1,4 @@
-"""Which request a line of the log belongs to: set once where a request is taken up, read where a line is written."""
+"""The request that a log line belongs to: set where the handling of a request starts, read where a line is written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["NO_REQUEST", "RequestContext", "request_context"]
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What is known of a request. Tasks and threads that it starts inherit it.
+    """Identifies a request in logs. Tasks and threads that it starts inherit it.
 
     Attributes:
-        session: Number of the connection on the data port; 0 for the administration's.
-        request: Its id, as the client chose it: on the data port unique among those that run on its connection.
-        tenant: Verified; empty for none, or not known yet.
-        namespace: Its digest; empty for none.
+        session: Number of the connection on the data port; 0 on the admin port.
+        request: Its id, as the client chose it: on the data port unique among the connection's running requests.
+        tenant: Verified; empty: none, or not known yet.
+        namespace: The namespace id; empty: none.
     """
 
     session: int = 0
@@ -25,7 +25,7 @@ class RequestContext:
     namespace: bytes = b""
 
     def fields(self) -> dict[str, str]:
-        """What is known, by the name that logs give it."""
+        """The values that are known, by their names in log lines."""
         request = f"{self.session}.{self.request}" if self.session else str(self.request)
         named = {"request": request, "tenant": self.tenant, "namespace": self.namespace.hex()}
         return {name: value for name, value in named.items() if value}
@@ -33,4 +33,4 @@ class RequestContext:
 
 NO_REQUEST = RequestContext()
 request_context: ContextVar[RequestContext] = ContextVar("kvstore_request", default=NO_REQUEST)
-"""Of whoever runs now."""
+"""The request of the current task or thread."""

@@ -38,7 +38,7 @@ class Meters:
     def observe(self, name: str, value: float) -> None:
         """Add one value to a distribution: counters `<name>_count` and `<name>_sum`, and the value itself.
 
-        Of each name the last 1,000 values wait for `take_observations`, so that nobody has to take them.
+        The last 1,000 values of each name are kept for `take_observations`.
         """
         with self._lock:
             self._values[f"{name}_count"] += 1
@@ -46,7 +46,7 @@ class Meters:
             self._observations.setdefault(name, deque(maxlen=_KEPT_OBSERVATIONS)).append(value)
 
     def take_observations(self) -> dict[str, list[float]]:
-        """The values observed since the last call, by name, in order. For one reader."""
+        """The values observed since the last call, by name, in order. For one reader: they are removed."""
         if not self._observations:
             return {}
         with self._lock:
@@ -54,7 +54,7 @@ class Meters:
         return {name: list(values) for name, values in taken.items()}
 
     def get(self, name: str, **labels: str) -> float:
-        """The current value; zero for what was never touched."""
+        """The current value; zero for a name that was never set."""
         with self._lock:
             return self._values.get(self._key(name, labels), 0)
 

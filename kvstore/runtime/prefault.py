@@ -1,4 +1,4 @@
-"""Memory made resident before it is needed: each first touch of 4 KiB is a fault, in a virtual machine often two."""
+"""Makes memory resident ahead of use: the first touch of each page is a fault, in a virtual machine often two."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ _LONGEST_REST_S = 0.1
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Make a range of memory resident; what stands in it stays, also while others write to it.
-
-    Takes 0.1 to 25 us for each 4 KiB that were not resident, and does not hold the GIL meanwhile.
+    """Make a range of memory resident. Its content is kept, also while others write to it. Releases the GIL.
 
     Args:
-        address: On a page's border.
-        num_bytes: A multiple of a page.
+        address: Aligned to a page.
+        num_bytes: A multiple of the page size.
 
     Raises:
-        OSError: The system cannot (Linux 5.14 can), or has no memory left.
+        OSError: The system does not support it (Linux does since 5.14), or has no memory left.
     """
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:
         raise OSError(ctypes.get_errno(), "madvise")
@@ -36,12 +34,12 @@ def populate(address: int, num_bytes: int) -> None:
 def populate_paced(address: int, num_bytes: int, end: threading.Event) -> int:
     """Make a range resident with a fifth of a core at most, in steps of 256 KiB with pauses.
 
-    Paced, and not at a low priority: the kernel locks the process's mappings during a step, and Python code holds the
-    interpreter's lock around it. A thread that is not let run while it holds one of them stops all others.
+    Paced, rather than run at a low priority: the kernel locks the process's mappings during a step, and Python code
+    around it holds the GIL. A thread that is preempted while it holds either stops all others.
 
     Args:
-        address: On a page's border.
-        num_bytes: A multiple of a page.
+        address: Aligned to a page.
+        num_bytes: A multiple of the page size.
         end: Stop early when set.
 
     Returns:
@@ -61,7 +59,9 @@ def populate_paced(address: int, num_bytes: int, end: threading.Event) -> int:
 
 
 def spare_bytes() -> int:
-    """What one may make resident beforehand: a sixteenth of what the machine has left, so that many together may."""
+    """How much memory a process may make resident ahead of use: a sixteenth of what the machine has available, since
+    other processes do the same.
+    """
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

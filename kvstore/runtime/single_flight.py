@@ -1,4 +1,4 @@
-"""One piece of work for any number of concurrent askers."""
+"""Concurrent calls for one key share one task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class SingleFlight(Generic[Key, Value]):
-    """Runs one task per key at a time; everybody who asks meanwhile gets its outcome."""
+    """Runs one task per key at a time; all callers that ask meanwhile get its outcome."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
@@ -28,7 +28,7 @@ class SingleFlight(Generic[Key, Value]):
         Raises:
             Closed: The owner of the flights was closed meanwhile.
 
-        If cancelled, the flight goes on while others wait for it and is cancelled when nobody does.
+        If cancelled, the flight continues while others wait for it, and is cancelled when nobody does.
         """
         flight = self._flights.get(key)
         if flight is None:
@@ -39,8 +39,8 @@ class SingleFlight(Generic[Key, Value]):
         try:
             return await asyncio.shield(flight.task)
         except asyncio.CancelledError as error:
-            asker = asyncio.current_task()
-            if flight.task.cancelled() and asker is not None and not asker.cancelling():
+            caller = asyncio.current_task()
+            if flight.task.cancelled() and caller is not None and not caller.cancelling():
                 raise Closed("the flight ended with its owner", key=key) from error
             raise
         finally:

@@ -1,4 +1,4 @@
-"""A dict of a million keys that never stops other threads."""
+"""A large dict that does not stop other threads when it grows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ K = TypeVar("K", bound=bytes | int)
 V = TypeVar("V")
 
 _PARTS = 61
-"""A prime, since addresses and counters share low bits. Bytes end in those of a digest."""
+"""A prime, since integer keys (object addresses, counters) share low bits. Keys of bytes end in bytes of a digest."""
 
 
 class SplitDict(MutableMapping[K, V]):
-    """A dict in pieces: one that grows past 700,000 keys moves all of them in one step, some 40 ms in which no other
-    thread computes; here a step moves a sixtieth. Slower than a dict. Its order is not that in which keys came, but the
-    same in every process.
+    """A mapping spread over 61 dicts. A dict that grows moves all its keys in one step, during which no other thread
+    runs Python code; here a step moves one part. Slower than a dict. Iteration is not in insertion order, but in the
+    same order in every process.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Traces of requests, as far as every layer needs to know of them: a parent to pass on, and spans where they are on.
+"""Request tracing as every layer sees it: the `traceparent` to pass on, and an interface to make spans.
 
-Nothing here knows a tracing library. Where traces are off there is no `Tracing`, and a request costs a comparison with
+Independent of a tracing library. Where tracing is off there is no `Tracing`, and a request costs a comparison with
 `None`.
 """
 
@@ -13,18 +13,18 @@ from typing import Protocol
 __all__ = ["Tracing", "trace_parent"]
 
 trace_parent: ContextVar[str] = ContextVar("kvstore_trace_parent", default="")
-"""The W3C `traceparent` of whoever asks a store now; a client tells it to a service that traces. Empty: none."""
+"""The W3C `traceparent` of the current caller of a store; a client sends it to a service that traces. Empty: none."""
 
 
 class Tracing(Protocol):
     """Makes spans. They nest in a task, and in the tasks and threads that it starts."""
 
     def span(self, name: str, parent: str | None = None, **attributes: str | int) -> AbstractContextManager[object]:
-        """A span for the length of a block; an exception that leaves the block is told.
+        """A span that lasts for the block; records an exception that leaves the block.
 
         Args:
             name: What runs, like `kvstore.lookup`.
-            parent: A `traceparent`; empty or unreadable: a trace of its own begins; `None`: the span that is current.
+            parent: A `traceparent`; empty or unreadable: a new trace starts; `None`: the current span.
             attributes: By name, without secrets.
         """
         ...
@@ -34,5 +34,5 @@ class Tracing(Protocol):
         ...
 
     def failed(self, reason: str) -> None:
-        """Say of the current span that what it is about went wrong."""
+        """Mark the current span as failed."""
         ...

@@ -1,4 +1,4 @@
-"""Work of which only so much runs at a time, first come first served; how much may change meanwhile."""
+"""A FIFO semaphore whose limit may change at any time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Turns:
     """Lets at most `limit` blocks run.
 
     Attributes:
-        limit: May be changed at any time; when it shrinks, what runs goes on, and the next ones wait longer.
+        limit: May be changed at any time; when it shrinks, running blocks continue and the next ones wait longer.
         num_running: Blocks that run now.
     """
 
@@ -24,19 +24,19 @@ class Turns:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     def try_begin(self) -> bool:
-        """Begin without waiting, where nobody waits; whoever began calls `end`."""
+        """Begin if that needs no waiting and nobody else waits. If true, the caller must call `end`."""
         if self.num_running >= self.limit or self._waiters:
             return False
         self.num_running += 1
         return True
 
     async def begin(self) -> None:
-        """Begin when it is one's turn; whoever began calls `end`. If cancelled, the place in the queue is given up."""
+        """Wait for the turn; the caller must then call `end`. If cancelled, the place in the queue is given up."""
         if not self.try_begin():
             await self._wait()
 
     def end(self) -> None:
-        """Let the next ones begin."""
+        """End a turn, and start those that may run now."""
         self.num_running -= 1
         while self._waiters and self.num_running < self.limit:
             turn = self._waiters.popleft()
@@ -57,7 +57,7 @@ class Turns:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(turn)
         try:
-            await turn  # whoever sets it has counted us as running
+            await turn  # `end`, which sets it, has counted us as running
         except BaseException:
             if turn.done() and not turn.cancelled():
                 self.end()

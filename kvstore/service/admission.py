@@ -1,4 +1,4 @@
-"""Who may talk to this service, and as whom: by the token that a peer shows, on a Unix socket also by its user."""
+"""Who may talk to this service, and as which tenant: by the peer's token, and on a Unix socket also by its user."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PeerAdmission:
     """Checks a peer once, at its hello.
 
     Args:
-        token: Admits a TCP peer without making it a tenant.
-        credentials: Tokens that are tenants. With neither a token nor credentials every TCP peer is admitted.
-        failures: How often one TCP address may be wrong.
+        token: Admits a TCP peer without a tenant.
+        credentials: Tokens of tenants. With neither a token nor credentials every TCP peer is admitted.
+        failures: How often one TCP address may show a wrong token.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class PeerAdmission:
         self._proven: set[str] = set()
 
     def check(self, connection: FrameConnection, token: str) -> Grant:
-        """Whose the peer is, and what it may do.
+        """The peer's tenant, and what it may do.
 
         Raises:
-            InvalidRequest: Another user's process on the Unix socket, or a token that nobody has; on TCP also none.
+            InvalidRequest: Another user's process on the Unix socket, or an unknown token; on TCP also a missing one.
             Unavailable: Too many wrong tokens came from this address within a minute.
         """
         sock = connection.extra("socket")
@@ -58,7 +58,7 @@ class PeerAdmission:
                 raise InvalidRequest("this Unix socket serves its own user only", expected=os.geteuid(), seen=user)
         grant = self._grant_of(token)
         if grant is None and ((not token and is_local) or (not self._credentials and (is_local or not self._token))):
-            return _ANYBODY  # nobody was asked for a token
+            return _ANYBODY  # no token is required
         if not is_local:
             self._limit(_host(connection.extra("peername")), token, grant)
         if grant is None:
@@ -74,7 +74,8 @@ class PeerAdmission:
         return _ANYBODY if is_shared else None
 
     def _limit(self, address: str, token: str, grant: Grant | None) -> None:
-        """Count wrong tokens; after too many a right guess is answered like a wrong one, unless it was right before."""
+        """Count wrong tokens. After too many, a right token is refused too, unless it has been accepted before: a guess
+        must not show whether it was right."""
         wait_s = self._failures.wait_s(address)
         if wait_s and (grant is None or grant.name not in self._proven):
             raise Unavailable("too many wrong tokens from this address: wait", seconds=wait_s)

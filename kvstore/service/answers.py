@@ -9,8 +9,9 @@ from kvstore.api import Ack, LeaseId, PageStore, Progress, Retention
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
 from kvstore.format.record import read_record
 from kvstore.model.keys import NamespaceId
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.recent import Recent
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
@@ -21,15 +22,16 @@ class Answers:
     """Answers requests from a store.
 
     Args:
-        store: Where pages are.
+        store: Holds the pages.
         describe: The service's own part of `status`.
 
-    A namespace belongs to the tenant that opened it; for every other tenant it does not exist, whoever knows its id.
+    A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
     """
 
     def __init__(self, store: PageStore, describe: Callable[[], Mapping[str, object]]) -> None:
         self.store = store
         self._describe = describe
+        self._recent = Recent()
         self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
 
     async def answer(
@@ -49,11 +51,11 @@ class Answers:
             payload: A save's record.
             deadline: When the store gives up.
             progress: Told of bytes that a stage has received.
-            tenant: Who asks, as the session verified.
-            sees_all: What became of requests is told of every tenant's.
+            tenant: The peer's tenant, which the session has verified.
+            sees_all: Explanations may cover the requests of all tenants.
 
         Raises:
-            KVStoreError: Whatever the store raised; the session tells the client.
+            KVStoreError: Whatever the store raised; the session reports it to the client.
         """
         match request:
             case messages.Stage():  # before Lookup, which it extends
@@ -88,14 +90,16 @@ class Answers:
                 return messages.Explained(request.id, values)
             case messages.Status():
                 values = dict(await self.store.status(deadline=deadline))
-                return messages.StatusReply(request.id, {**values, "service": dict(self._describe())})
+                return messages.StatusReply(
+                    request.id, {**values, "service": dict(self._describe()), "recent": self._recent.told()}
+                )
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 
     def tell(self, message: messages.Outcome, tenant: str) -> None:
-        """Keep what an engine tells of a request.
+        """Keep what an engine reports of a request.
 
-        What names a namespace that this tenant has not opened here is dropped.
+        A report on a namespace that this tenant has not opened here is dropped.
 
         Raises:
             InvalidRequest: Something in it is malformed.
@@ -103,11 +107,12 @@ class Answers:
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
         if outcome.namespace is None or self._tenants.get(outcome.namespace) == tenant:
             self.store.tell(outcome)
+            self._recent.count(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str
     ) -> tuple[messages.Loaded, memoryview | None]:
-        """The reply to a `Load`, and the record as its payload unless the peer can read it where it stands."""
+        """The reply to a `Load`, and the record as its payload unless the peer can read it from shared memory."""
         key = convert.parse_key(request)
         self._check_owner(tenant, key.namespace)
         record = await self.store.load(LeaseId(request.lease), key, deadline=deadline)
@@ -117,8 +122,8 @@ class Answers:
         return messages.Loaded(request.id), record.data
 
     def _check_owner(self, tenant: str, namespace: NamespaceId) -> None:
-        if self._tenants.get(namespace) != tenant:  # the same words whether it is unknown or somebody else's
-            raise InvalidRequest("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
+        if self._tenants.get(namespace) != tenant:  # the same message whether it is unknown or another tenant's
+            raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
 
     async def _save(self, request: messages.Save, payload: memoryview | None, deadline: Deadline, tenant: str) -> Reply:
         if payload is None:
@@ -132,7 +137,7 @@ class Answers:
         if record.header.key_id:
             raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
         self._check_owner(tenant, record.key.namespace)
-        # a hint: one that this release does not know does not cost the record
+        # a hint: a value that this release does not know must not cost the record
         retention = Retention.SHORT if request.retention == Retention.SHORT.value else Retention.NORMAL
         outcome = await self.store.save(record, ack=ack, retention=retention, deadline=deadline)
         return messages.Saved(request.id, outcome.value)

@@ -1,4 +1,4 @@
-"""Whose token is whose, and what it may do: the credentials file, which holds digests of tokens and never a token."""
+"""The credentials file: whose each token is and what it may do. It holds digests of tokens, never a token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest
 __all__ = ["ALL_TENANTS", "Credentials", "CredentialsFile", "Grant", "Scope", "read_credentials"]
 
 ALL_TENANTS = "*"
-"""What the file calls the tenant of an operator's token."""
+"""The tenant of an operator's token, as the file spells it."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Scope(Enum):
     """What a token may be used for. `save` and `admin` include `read`, neither includes the other."""
 
     READ = "read"
-    """Look up and load; on the admin port: look."""
+    """Look up and load; on the admin port: view."""
     SAVE = "save"
     """Save and discard."""
     ADMIN = "admin"
@@ -49,7 +49,7 @@ class Grant:
     Attributes:
         tenant: Whose it is; `None`: an operator's, for all tenants.
         scopes: What it may do; `READ` is always among them.
-        name: What logs call its holder; nothing that helps to guess the token.
+        name: What logs call its holder; of no help in guessing the token.
     """
 
     tenant: str | None
@@ -57,23 +57,23 @@ class Grant:
     name: str = ""
 
     def sees(self, tenant: str) -> bool:
-        """Whether what belongs to a tenant is there for it."""
+        """Whether it may see what belongs to a tenant."""
         return self.tenant is None or self.tenant == tenant
 
 
 class Credentials:
-    """Tells tenants by their tokens.
+    """Maps tokens to grants.
 
-    The file holds SHA-256 of the tokens, without salt and stretching: a token is 32 random bytes, which nobody finds by
-    trying, however quick the trying; what salt and stretching protect is what people make up.
+    The file holds the SHA-256 of the tokens, without salt and stretching: these protect passwords that people make up,
+    whereas a token is 32 random bytes, which no search will find.
 
     Args:
-        grants: By the SHA-256 of a token, in hex, what it is good for, or just its tenant. A tenant may have several.
+        grants: By the SHA-256 of a token, in hex, its grant, or just its tenant. A tenant may have several.
     """
 
     def __init__(self, grants: Mapping[str, Grant | str] | None = None) -> None:
-        # under names made with a key that nobody knows, so that the time of a look-up tells nothing about a digest
-        self._key = secrets.token_bytes(32)  # not a seeded generator: whoever knows it could time look-ups again
+        # keyed with a secret, so that the time of a look-up reveals nothing about a digest
+        self._key = secrets.token_bytes(32)  # not a seeded generator: with its seed look-ups could be timed again
         self._grants = {
             self._name(digest): grant if isinstance(grant, Grant) else Grant(grant, name=_name_of(digest, grant))
             for digest, grant in (grants or {}).items()
@@ -83,7 +83,7 @@ class Credentials:
         return len(self._grants)
 
     def grant_of(self, token: str) -> Grant | None:
-        """What a token is good for; `None` for a token that is nobody's.
+        """The grant of a token; `None`: the token is unknown.
 
         Takes as long for a token that is nearly right as for any other.
         """
@@ -96,16 +96,16 @@ class Credentials:
 class CredentialsFile(Credentials):
     """The credentials of a file, read again when it has changed: tokens come and go without a restart.
 
-    A file that turns out wrong, or is gone, is an error in the log, and what was read before goes on to count: a typing
-    mistake locks nobody out. What was revoked in such a file is revoked when it is mended. May be asked from any
-    thread.
+    If the file becomes invalid or disappears, that is logged as an error and what was read before stays in force: a
+    typing mistake locks nobody out. A token revoked in an invalid file is revoked once the file is valid again. Safe
+    from any thread.
 
     Attributes:
-        num_read: How often the file has counted.
-        num_refused: How often it was wrong.
+        num_read: How often the file was read and accepted.
+        num_refused: How often it was invalid.
 
     Raises:
-        InvalidRequest: It is wrong at the start.
+        InvalidRequest: It is invalid at the start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +120,7 @@ class CredentialsFile(Credentials):
         return len(self._current)
 
     def grant_of(self, token: str) -> Grant | None:
-        """As `Credentials.grant_of`, by what the file says now."""
+        """As `Credentials.grant_of`, with the file's current content."""
         self._refresh()
         return self._current.grant_of(token)
 
@@ -149,7 +149,7 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 
 
 def read_credentials(path: Path) -> Credentials:
-    """Read a TOML file of `[[credential]]` tables, each with `tenant`, `token_sha256` and perhaps `scopes`.
+    """Read a TOML file of `[[credential]]` tables, each with `tenant`, `token_sha256` and optionally `scopes`.
 
     Raises:
         InvalidRequest: It cannot be read, others than its owner may write it, or an entry is wrong; the message names
@@ -163,7 +163,10 @@ def read_credentials(path: Path) -> Credentials:
                 )
             content = tomllib.loads(file.read(_FILE_BYTES_MAX).decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest("cannot read the credentials", field="credentials_file", path=path, error=error) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest(
+            "cannot read the credentials", field="credentials_file", path=path, error=reason
+        ) from error
     unknown = [name for name in content if name != "credential"]
     entries = content.get("credential", [])
     if unknown or not isinstance(entries, list):
@@ -203,5 +206,5 @@ def _read_scopes(given: Any, where: str) -> frozenset[Scope]:
 
 
 def _name_of(digest: str, tenant: str) -> str:
-    """The first digits tell tokens of one tenant apart, and are of no use to whoever reads the log."""
+    """The first digits tell a tenant's tokens apart, and are of no use to a reader of the log."""
     return f"{tenant}/{digest[:8]}"

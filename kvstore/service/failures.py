@@ -1,4 +1,4 @@
-"""How often somebody may show a wrong token."""
+"""How often an address may show a wrong token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class FailureLimit:
     """Counts wrong tokens by address. After too many in a window, the address waits until the window has ended.
 
     Args:
-        failures_max: In one window.
-        window_s: From the first failure on.
-        addresses_max: Of the addresses that failed least lately, more than so many are forgotten.
+        failures_max: Failures per window.
+        window_s: Length of a window, which begins with the first failure.
+        addresses_max: Addresses to remember; beyond, those that failed least recently are forgotten.
         clock: To measure with.
     """
 
@@ -41,7 +41,7 @@ class FailureLimit:
         return math.ceil(left_s) if count >= self._failures_max and left_s > 0 else 0
 
     def failed(self, address: str) -> None:
-        """It has shown a token that is nobody's."""
+        """Note that an address has shown an unknown token."""
         now_s = self._clock.monotonic_s()
         started_s, count = self._counts.get(address, (float("-inf"), 0))
         if now_s - started_s >= self._window_s:

@@ -1,4 +1,4 @@
-"""What a service counted over the last hours, in steps of some seconds: a bounded ring, and its sums over a window."""
+"""What a service counted over the last hours, in steps of seconds: a bounded ring, and its sums over a window."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 __all__ = ["STEP_S", "History", "Sample", "Window", "window_of"]
 
 STEP_S = 10
-"""Finer shows nothing that an operator could act on."""
+"""Finer steps would show nothing that an operator could act on."""
 _SAMPLES_MAX = 6 * 3600 // STEP_S
-"""Six hours: a night's first half. Some MB when everything counts."""
+"""Six hours: half a night. Some MB when everything counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Sample:
     """What happened in one step.
 
     Attributes:
-        at_ms: Its end, since the Unix epoch.
-        counts: By meter, labels in Prometheus notation, what it grew by; what did not grow is left out.
-        tier_bytes: By tier, bytes held at its end; left out where that is not known.
-        away: Tiers that did not answer, or were left alone.
+        at_ms: End of the step, since the Unix epoch.
+        counts: By meter, with labels in Prometheus notation, its increase; meters that did not grow are left out.
+        tier_bytes: By tier, bytes held at the end of the step; left out if not known.
+        away: Tiers that did not answer, or whose breaker was open.
     """
 
     at_ms: int
@@ -35,11 +35,11 @@ class History:
     """Keeps the samples of six hours. Written on one thread, read on any.
 
     Args:
-        samples_max: The oldest go beyond it.
+        samples_max: Beyond this the oldest samples are dropped.
 
     Attributes:
-        untold: Tiers that do not tell what they hold: S3 would have to be scanned.
-        held: By tier, what the catalog says that such a tier holds, where somebody looked.
+        untold: Tiers that do not know what they hold: S3 would have to be scanned.
+        held: By such tier, what it holds according to the catalog, as far as somebody looked.
     """
 
     def __init__(self, samples_max: int = _SAMPLES_MAX) -> None:
@@ -48,11 +48,11 @@ class History:
         self.held: Mapping[str, int] = {}
 
     def add(self, sample: Sample) -> None:
-        """One more step."""
+        """Append the sample of one step."""
         self._samples.append(sample)
 
     def samples(self) -> list[Sample]:
-        """All of them, in order; a copy made in one go, as the writer may be at work."""
+        """A copy of all samples, in order; made in one go, since the writer may add to them meanwhile."""
         return list(self._samples)
 
 
@@ -62,9 +62,9 @@ class Window:
 
     Attributes:
         at_s: Ends of the steps, in seconds since the Unix epoch: multiples of the step's length.
-        counts: By meter.
-        tier_bytes: By tier, what was held last in the step; `None`: not known.
-        away: By tier, 1 where it was away in the step.
+        counts: By meter, its increase in each step.
+        tier_bytes: By tier, bytes held at the end of each step; `None`: not known.
+        away: By tier, 1 for each step in which it was away.
     """
 
     at_s: list[int]
@@ -73,7 +73,7 @@ class Window:
     away: dict[str, list[int]]
 
     def sum_of(self, *names: str) -> list[float]:
-        """Meters added up."""
+        """The sum of several meters."""
         return [sum(values) for values in zip(*(self.of(name) for name in names), strict=True)]
 
     def of(self, name: str) -> list[float]:
@@ -85,10 +85,10 @@ def window_of(samples: Iterable[Sample], *, now_ms: int, num_steps: int, step_s:
     """The last steps up to now. Pure.
 
     Args:
-        samples: In any order; what lies outside is left out.
-        now_ms: The end, rounded up to a whole step.
-        num_steps: How many.
-        step_s: How long each is.
+        samples: In any order; those outside the window are ignored.
+        now_ms: End of the window, rounded up to a whole step.
+        num_steps: Number of steps.
+        step_s: Length of a step.
     """
     step_ms = step_s * 1000
     last = -(-now_ms // step_ms)

@@ -28,7 +28,7 @@ class Receipt:
 
     @property
     def dropped(self) -> bool:
-        """There was no room in time."""
+        """Whether there was no room in time."""
         return self.window_bytes > 0 and self.grant is None
 
     def settle(self) -> None:
@@ -43,7 +43,7 @@ class Incoming:
 
     Args:
         budget: Shared by all connections.
-        credit_bytes: This connection's window; a larger payload is admitted alone.
+        credit_bytes: This connection's window; a larger payload is admitted if it is alone.
     """
 
     def __init__(self, budget: ByteBudget, credit_bytes: int) -> None:
@@ -53,7 +53,7 @@ class Incoming:
         self._current: Receipt | None = None
 
     def begin(self, payload_bytes: int) -> bool:
-        """Open a receipt for the payload that comes now. False: there is no room yet, `wait` for it.
+        """Open a receipt for the next payload. False: there is no room yet, `wait` for it.
 
         Raises:
             InvalidRequest: The peer sent more than its credit.
@@ -78,13 +78,26 @@ class Incoming:
             return False
         return True
 
+    @property
+    def current(self) -> Receipt | None:
+        """Of the payload that is being received."""
+        return self._current
+
+    def give_up(self, receipt: Receipt) -> bool:
+        """Let others have the room of a payload that does not come in time. False: all of it has come."""
+        if self._current is not receipt or receipt.grant is None:
+            return False
+        self._budget.give_back(receipt.grant)
+        receipt.grant = None
+        return True
+
     def finish(self) -> Receipt:
-        """The payload has arrived: its receipt goes to whoever stores it."""
+        """Return the receipt of the payload that has arrived; the caller owns it now."""
         receipt, self._current = self._current, None
         return receipt if receipt is not None else Receipt(0, None, self._give_back)
 
     def abandon(self) -> None:
-        """The peer is gone in the middle of a payload."""
+        """Give back what the current payload holds: the peer is gone."""
         self.finish().settle()
 
     def _give_back(self, receipt: Receipt) -> None:

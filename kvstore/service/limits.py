@@ -15,20 +15,23 @@ class ServiceLimits:
     """Bounds on what peers can make the service hold.
 
     Attributes:
-        receive_bytes: Payloads of saves being received or stored, over all connections. Too little stalls savers, too
-            much is memory that the tiers do not get.
-        save_credit_bytes: Payloads of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
+        receive_bytes: Bytes of saves being received or stored, over all connections. Too few stall savers; too many
+            are memory that the tiers do not get.
+        save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
-        max_requests: Unanswered requests on one connection; more are answered `Unavailable`.
+        max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
+        receive_timeout_s: A record must have come by then, and by its save's deadline: what is late is dropped, so that
+            an engine which stops in the middle of one does not keep the room that others wait for.
         hello_timeout_s: A connection that has not said hello by then is closed.
-        stage_progress_s: Progress frames are at least this far apart.
+        stage_progress_s: Progress frames of a stage are at least this far apart.
     """
 
     receive_bytes: int = 256 << 20
     save_credit_bytes: int = 32 << 20
     max_requests: int = 1024
     max_loads: int = 8
+    receive_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
     stage_progress_s: float = 0.02
 

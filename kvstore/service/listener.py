@@ -1,4 +1,4 @@
-"""Sockets that accept peers: a Unix socket only its user can reach, or a TCP port."""
+"""Sockets that accept peers: a Unix socket that only its user can reach, or a TCP port."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from kvstore.wire.tls import ServerTls
 __all__ = ["Listener", "unix_accepts"]
 
 _BACKLOG = 512
+_TAKEN = "another program listens there: end it, or name another place in listen"
+_HINTS = {
+    errno.EADDRINUSE: _TAKEN,
+    errno.EADDRNOTAVAIL: "this machine has no such address, name one of its own in listen",
+    errno.EACCES: "this user may not listen there, name another place in listen",
+}
 _HANDSHAKE_S = 10.0
 
 
@@ -25,7 +31,7 @@ class Listener:
     """One open address.
 
     Attributes:
-        address: Where it listens; a TCP port 0 has become the real one.
+        address: Where it listens; a TCP port of 0 is replaced by the real one.
     """
 
     def __init__(self, address: Address, server: asyncio.Server, inode: int | None) -> None:
@@ -37,10 +43,10 @@ class Listener:
     async def open(
         cls, address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ServerTls | None = None
     ) -> Listener:
-        """Listen; `protocol` is made for each peer.
+        """Listen; `protocol` is called for each peer.
 
         Raises:
-            InvalidRequest: The address is in use, or cannot be listened on; or it is one for TLS, and there is none.
+            InvalidRequest: The address is in use or cannot be listened on, or needs TLS and there is no certificate.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -55,7 +61,7 @@ class Listener:
 
             def make() -> asyncio.BaseProtocol:
                 if tls is not None:
-                    tls.refresh()  # before this peer is shown anything
+                    tls.refresh()  # so that this peer sees a renewed certificate
                 return protocol()
 
             server = await loop.create_server(
@@ -64,11 +70,13 @@ class Listener:
             port: int = server.sockets[0].getsockname()[1]
             return cls(replace(address, port=port), server, None)
         except OSError as error:
-            hint = "another program listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+            hint = _HINTS.get(error.errno or 0) or error.strerror or str(error)
+            if isinstance(error, socket.gaierror):
+                hint = "its name is not known here, name one of this machine's in listen"
             raise InvalidRequest(f"cannot listen: {hint}", address=address) from error
 
     async def aclose(self) -> None:
-        """Accept nobody any more; a Unix socket's file goes first, so that nobody finds it half closed. Idempotent."""
+        """Stop accepting; a Unix socket's file goes first, so that no peer finds it half closed. Idempotent."""
         if isinstance(self.address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.address.path).st_ino == self._inode:  # not a successor's
@@ -103,18 +111,20 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise InvalidRequest("cannot listen: a file that is no socket stands there", path=path)
+        raise InvalidRequest(
+            "cannot listen: the path exists and is not a socket: remove it, or name another place in listen", path=path
+        )
     if unix_accepts(path):
-        raise InvalidRequest("cannot listen: another program listens there", path=path)
+        raise InvalidRequest(f"cannot listen: {_TAKEN}", path=path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def unix_accepts(path: str) -> bool:
-    """Whether somebody listens on a Unix socket.
+    """Whether a process listens on a Unix socket.
 
     Raises:
-        Unavailable: It cannot be told, e.g. for lack of permission.
+        Unavailable: That cannot be determined, e.g. for lack of permission.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -122,7 +132,7 @@ def unix_accepts(path: str) -> bool:
             probe.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # its backlog is full: somebody listens, if slowly
+        except BlockingIOError:  # its backlog is full: the listener is there, if slow
             return True
         except OSError as error:
             raise Unavailable("cannot probe a Unix socket", path=path, error=error.strerror) from error

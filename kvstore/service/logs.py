@@ -1,4 +1,4 @@
-"""How a line of the service's log looks: text or JSON, with the request that it belongs to, and never with a secret."""
+"""The format of the service's log: text or JSON, with the request that a line belongs to, and never with a secret."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["LogFormat", "ServiceFormatter", "log_to_stderr", "shape_logs"]
 LogFormat = Literal["text", "json"]
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127) if code not in (9,)} | {10: "\\n", 13: "\\r"}
-"""A line is one line: what a peer sent cannot begin another one, nor move a terminal's cursor."""
+"""Escapes control characters: what a peer sent can neither begin another line nor move a terminal's cursor."""
 
 
 class ServiceFormatter(logging.Formatter):
     """Renders a record as one line of text, followed by its traceback, or as one JSON object.
 
     Args:
-        prefix: Of a line of text, in the style of `%`.
+        prefix: Prefix of a line of text, in `%` style.
     """
 
     def __init__(self, prefix: str = "%(asctime)s %(levelname)s %(name)s: ") -> None:
@@ -33,11 +33,11 @@ class ServiceFormatter(logging.Formatter):
         self._secrets: Sequence[str] = ()
 
     def shape(self, log_format: LogFormat, secrets: Sequence[str]) -> None:
-        """From now on render so, and hide these."""
+        """Set the format, and the secrets to hide."""
         self._format, self._secrets = log_format, secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without a line end."""
         if self._format == "json":
             return self._json(record)
         return without_secrets(super().format(record), self._secrets)
@@ -58,19 +58,19 @@ class ServiceFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        # in the values alone: whatever a secret is, the line stays JSON
+        # in the values only, so that the line stays JSON whatever a secret is
         return json.dumps({name: without_secrets(value, self._secrets) for name, value in line.items()})
 
 
 def log_to_stderr() -> None:
-    """Have everything from INFO on written to stderr; `shape_logs` says how, once the settings are read."""
+    """Log to stderr, from INFO on; `shape_logs` sets the format once the settings are read."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ServiceFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def shape_logs(log_format: LogFormat, secrets: Sequence[str]) -> None:
-    """Apply the settings to whatever logs with our formatter; handlers of other owners are left alone."""
+    """Apply the settings to the handlers with our formatter; others are left alone."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, ServiceFormatter):
             handler.formatter.shape(log_format, secrets)

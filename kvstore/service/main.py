@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from kvstore.client.embedded import default_directory, private_socket_path
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -17,7 +19,7 @@ from kvstore.service.admin.port import Administered, admin_port, check_admin_lis
 from kvstore.service.credentials import CredentialsFile
 from kvstore.service.logs import log_to_stderr, shape_logs
 from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
-from kvstore.service.running import run_service
+from kvstore.service.running import serve_until_told
 from kvstore.service.secrets import secrets_of
 from kvstore.service.server import Server
 from kvstore.service.token_file import read_token
@@ -31,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
-    """Serve as the settings say until SIGTERM, SIGINT, or the end of its clients where `idle_exit_s` is set.
+    """Serve as the settings say, until SIGTERM or SIGINT, or until it has been idle for `idle_exit_s` if that is set.
 
     Raises:
         KVStoreError: It cannot start; the message says what to change.
@@ -44,7 +46,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     tls = settings.tls()
     check_admin_listen(settings.admin_listen, credentials, has_certificate=tls is not None)
     with open_tracing(settings) as tracing:
-        run_service(
+        serving = serve_until_told(
             open_served_store(settings, tracing=tracing),
             [settings.listen],
             token=token,
@@ -55,6 +57,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
             on_ready=on_ready,
             beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
+        uvloop.run(serving)
 
 
 def serve_embedded(
@@ -63,9 +66,9 @@ def serve_embedded(
     """Serve one directory privately: memory and files, on a socket inside it, as its only service.
 
     Args:
-        directory: Everything is kept here.
-        flags: Further settings; where it listens and keeps records is not among them. It is not administered.
-        on_ready: Called when it accepts.
+        directory: Where everything is kept.
+        flags: Further settings; the addresses and tiers are overridden, and there is no admin port.
+        on_ready: Called once it accepts peers.
 
     Raises:
         AnotherRuns: The directory has a service already.
@@ -119,8 +122,8 @@ def _complain(error: Exception) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvstore.service", allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="be the private service of a directory")
-    parser.add_argument("--detach", action="store_true", help="when ready, go on in a process without parent")
-    parser.add_argument("--directory", type=Path, help="of the private service")
+    parser.add_argument("--detach", action="store_true", help="once ready, continue as a process without parent")
+    parser.add_argument("--directory", type=Path, help="directory of the private service")
     parser.add_argument("--settings", type=Path, help="TOML file")
     for name in Settings.model_fields:
         option: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": "see the settings"}

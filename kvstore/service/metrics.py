@@ -1,7 +1,7 @@
 """What `/metrics` says: the store's meters and the service's own numbers as Prometheus text. Pure.
 
-Names are stable: they are never renamed or given another meaning. A meter that is not in the table is shown as untyped,
-so that nothing is lost; a test finds it.
+Names are stable: they are never renamed or given another meaning. A meter that is missing from the tables is shown as
+untyped, so that nothing is lost; a test finds it.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ COUNTERS = {
 GAUGES = {
     "catalog_complete": "1 when the catalog knows of everything that is stored",
     "pending_bytes": "bytes in the hot tier that the cold tier does not have yet, of all services",
+    "pending_limit_bytes": "the most of them, by the settings; beyond, new records are not written to the hot tier",
     "pending_records": "records in the hot tier that the cold tier does not have yet, of all services",
     "tier_calls": "calls of a tier that run",
     "tier_open": "1 while a tier is left alone after failures",
@@ -105,7 +106,7 @@ OWN_GAUGES = {
     "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
     "write_back_waiting_records": "records that wait in this service to be written to a tier",
 }
-"""What is asked for at the moment; shown as `kvstore_<name>`."""
+"""Gauges that are read when `/metrics` is asked for; shown as `kvstore_<name>`."""
 
 _METER = re.compile(r'([a-z][a-z0-9_]*)(\{[a-z_]+="[^"\\\n]*"(?:,[a-z_]+="[^"\\\n]*")*\})?')
 
@@ -117,8 +118,8 @@ def render(meters: Mapping[str, float], tiers: Iterable[TierState], service: Map
 
     Args:
         meters: A snapshot of the store's meters.
-        tiers: How each tier is; none, when that is not known now.
-        service: What the data port tells of itself.
+        tiers: The state of each tier; empty when it is not known now.
+        service: The data port's description of itself, as `Server.describe` returns it.
     """
     samples: Samples = defaultdict(list)
     for key, value in sorted(meters.items()):

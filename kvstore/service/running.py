@@ -1,4 +1,4 @@
-"""A service from its start to its end: open the store, listen, wait for a reason to stop, close in order."""
+"""The life of a service: open the store, listen, wait for a reason to stop, close in order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TypeVar
 
-import uvloop
-
 from kvstore.api import PageStore
+from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.tracing import Tracing
 from kvstore.service.credentials import Credentials
 from kvstore.service.limits import ServiceLimits
@@ -19,7 +18,7 @@ from kvstore.service.server import Server
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["run_service", "serve_until_told"]
+__all__ = ["serve_until_told"]
 
 _log = logging.getLogger(__name__)
 _IDLE_POLL_S = 0.1
@@ -44,25 +43,26 @@ async def serve_until_told(
     on_ready: Callable[[Server], None] | None = None,
     beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until there was no client for `idle_exit_s`.
+    """Serve until SIGTERM or SIGINT, or until there has been no client for `idle_exit_s`.
 
     Args:
         store: Opened first, closed last.
         addresses: Where to listen.
         limits: What peers can make the service hold.
-        token: Asked of TCP peers, unless empty.
-        credentials: Tokens that make their peers tenants.
+        token: Required of TCP peers, unless empty.
+        credentials: Tokens of tenants.
         tls: For addresses that speak it.
         tracing: Makes a span of each request.
         idle_exit_s: `None`: never ends by itself.
         on_ready: Called when all addresses accept.
-        beside: What else is open while it serves; opened after the addresses, closed before them.
+        beside: Makes what else is open while it serves; opened after the addresses, closed before them.
 
     Raises:
         KVStoreError: The store does not open, or an address cannot be listened on.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_loose_exception)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with store as opened:
@@ -86,33 +86,3 @@ async def _until(stop: asyncio.Event, server: Server, idle_exit_s: float | None)
         with suppress(TimeoutError):
             async with asyncio.timeout(_IDLE_POLL_S):
                 await stop.wait()
-
-
-def run_service(
-    store: AbstractAsyncContextManager[Store],
-    addresses: Sequence[Address],
-    *,
-    limits: ServiceLimits | None = None,
-    token: str = "",
-    credentials: Credentials | None = None,
-    tls: ServerTls | None = None,
-    tracing: Tracing | None = None,
-    idle_exit_s: float | None = None,
-    on_ready: Callable[[Server], None] | None = None,
-    beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
-) -> None:
-    """`serve_until_told` on a loop of its own."""
-    uvloop.run(
-        serve_until_told(
-            store,
-            addresses,
-            limits=limits,
-            token=token,
-            credentials=credentials,
-            tls=tls,
-            tracing=tracing,
-            idle_exit_s=idle_exit_s,
-            on_ready=on_ready,
-            beside=beside,
-        )
-    )

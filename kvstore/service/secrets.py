@@ -18,8 +18,8 @@ HIDDEN = "***"
 
 
 def secrets_of(settings: Settings) -> list[str]:
-    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that none is
-    hidden in part only.
+    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that no secret is
+    hidden only in part because another one is contained in it.
     """
     hot, cold = settings.hot, settings.cold
     found = [hot.password] if isinstance(hot, RedisLocation) else []
@@ -30,19 +30,19 @@ def secrets_of(settings: Settings) -> list[str]:
             with settings.token_file.open("rb") as file:
                 found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
         except OSError:
-            pass  # whoever needs it says so
+            pass  # reported where the token is needed
     found += [os.getenv(name) for name in _VARIABLES]
     spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
     return sorted(spellings, key=len, reverse=True)
 
 
 def _spellings(secret: str) -> tuple[str, ...]:
-    """As it is, in a url, and quoted by Python and JSON."""
+    """A secret as it is, in a url, and quoted by Python and JSON."""
     return secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1], json.dumps(secret)[1:-1]
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """A text with each of them hidden."""
+    """A text with each secret hidden."""
     for secret in secrets:
         if secret in text:
             text = text.replace(secret, HIDDEN)

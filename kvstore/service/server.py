@@ -27,6 +27,8 @@ __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
+_VERB = "kvstore "
+"""What a verb of the command line calls itself begins so; engines do not."""
 
 
 class Server:
@@ -35,8 +37,8 @@ class Server:
     Args:
         store: Stays the caller's: it is not closed here.
         limits: What peers can make it hold.
-        token: Asked of TCP peers, unless empty.
-        credentials: Tokens that make their peers tenants.
+        token: Required of TCP peers, unless empty.
+        credentials: Tokens of tenants.
         tls: For addresses that speak it.
         tracing: Makes a span of each request.
     """
@@ -81,12 +83,13 @@ class Server:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last peer left, or since the start; zero while there is one."""
+        """Seconds since the last peer left, or since the start; zero while a peer is connected."""
         return 0.0 if self._sessions else SYSTEM_CLOCK.monotonic_s() - self._quiet_since_s
 
     def describe(self) -> Mapping[str, object]:
         """What `status` says of the service itself. Safe from any thread."""
         sessions = list(self._sessions)  # in one go: peers come and go on the loop meanwhile
+        of_engines = [session for session in sessions if not session.client.startswith(_VERB)]
         return {
             "release": kvstore.__version__,
             "pid": os.getpid(),
@@ -94,10 +97,12 @@ class Server:
             "addresses": [str(address) for address in self.addresses],
             "sessions": len(sessions),
             "sessions_total": self._num_sessions,
+            "sessions_of_engines": len(of_engines),
             "requests_running": sum(session.num_running for session in sessions),
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
             "clients": sorted({session.client for session in sessions if session.client}),
+            "engines": sorted({session.client for session in of_engines if session.client}),
         }
 
     def _new_peer(self) -> asyncio.BaseProtocol:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
 import kvstore
 from kvstore.api import LeaseId, Progress
-from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
@@ -24,6 +25,7 @@ from kvstore.service.credentials import Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import ServiceLimits
 from kvstore.wire import messages
+from kvstore.wire.failures import error_of
 from kvstore.wire.frames import LATER, Head, Later
 from kvstore.wire.messages import PROTOCOL_VERSION, Message
 from kvstore.wire.protocol import FrameConnection
@@ -41,27 +43,27 @@ class Admission(Protocol):
     """Decides whether a peer may talk to this service."""
 
     def check(self, connection: FrameConnection, token: str) -> Grant:
-        """Whose the peer is, and what it may do; raises `InvalidRequest` for a peer that may not talk at all."""
+        """The peer's tenant, and what it may do; raises `InvalidRequest` for a peer that may not talk at all."""
         ...
 
 
 class Session:
     """Serves one peer. Its requests run concurrently; each is answered exactly once while the peer is there.
 
-    When the peer is gone its work is cancelled and its leases end. Saves that were received in full go on: they need
-    nobody, and an engine that ends right after saving should not lose pages.
+    When the peer is gone its work is cancelled and its leases end. Saves that were received in full continue: they do
+    not need the peer, and an engine that ends right after saving should not lose pages.
 
     Attributes:
-        number: Of the connection, for logs.
+        number: Number of the connection, for logs.
 
     Args:
         answers: What the requests mean; shared by all sessions.
         admission: Asked once, at the hello.
         limits: Bounds of this connection.
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
-        tracing: Makes a span of each request; `None`: there are no traces.
+        tracing: Makes a span of each request; `None`: no tracing.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
-        on_ended: Called once, when the peer is gone; whoever is called calls `aclose`.
+        on_ended: Called once, when the peer is gone; the callee must call `aclose`.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Session:
         self._tasks = Background("session")
         self._saves = Background("session-saves")
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._greeting = asyncio.get_running_loop().call_later(limits.hello_timeout_s, self._not_greeted)
 
@@ -108,14 +111,29 @@ class Session:
         if not self._greeted or not isinstance(message, messages.Save):
             raise InvalidRequest("this message carries no payload", type=message.type, payload_bytes=payload_bytes)
         if self._incoming.begin(payload_bytes):
+            self._expect_payload(_deadline(message))
             return self._answers.store.buffer(payload_bytes)
         self._tasks.spawn(self._wait_for_room(payload_bytes, _deadline(message)), "room")
         return LATER
 
     async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
-        """Backpressure: nothing more is read from this peer until there is room or its save is too late anyway."""
+        """Apply back-pressure: read nothing more from this peer until there is room, or its save is too late anyway."""
         has_room = await self._incoming.wait(payload_bytes, deadline)
+        if has_room:
+            self._expect_payload(deadline)
         self.connection.provide(self._answers.store.buffer(payload_bytes) if has_room else None)
+
+    def _expect_payload(self, deadline: Deadline) -> None:
+        """Give up on the payload that comes now when it is late."""
+        wait_s = min(deadline.remaining_s, self._limits.receive_timeout_s)
+        receipt = self._incoming.current
+        assert receipt is not None
+
+        def give_up() -> None:
+            if self._incoming.give_up(receipt):
+                self.connection.reader.drop_payload()
+
+        self._receiving = asyncio.get_running_loop().call_later(wait_s, give_up)
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
         """Start the answer to a message."""
@@ -141,6 +159,8 @@ class Session:
     def on_lost(self, reason: str) -> None:
         """The peer is gone."""
         self._greeting.cancel()
+        if self._receiving is not None:
+            self._receiving.cancel()
         self._on_ended(self)
 
     # the greeting
@@ -167,6 +187,7 @@ class Session:
                 arena=arena.id if (arena := self._shared_arena()) is not None else b"",
                 explains=True,
                 traces=self._tracing is not None,
+                codes=True,
             )
         )
 
@@ -174,6 +195,8 @@ class Session:
 
     def _start(self, request: messages.Request, payload: memoryview | None, trace: str) -> None:
         receipt = self._incoming.finish()
+        if payload is not None and self._receiving is not None:
+            self._receiving.cancel()
         error: KVStoreError | None = None
         if request.id in self._running:
             receipt.settle()
@@ -186,7 +209,7 @@ class Session:
             error = Unavailable("no room to receive this record before its deadline")
         if error is not None:
             receipt.settle()
-            self.connection.post(messages.error_of(request.id, error))
+            self.connection.post(error_of(request.id, error))
             return
         owner = self._saves if isinstance(request, messages.Save) else self._tasks
         serve = self._serve if self._tracing is None else partial(self._traced, self._tracing, trace)
@@ -198,7 +221,7 @@ class Session:
         del self._running[request_id]
         receipt.settle()
         if task.cancelled():  # before it answered, perhaps before it began
-            self.connection.post(messages.error_of(request_id, Unavailable("the request was cancelled")))
+            self.connection.post(error_of(request_id, Unavailable("the request was cancelled")))
 
     async def _traced(
         self, tracing: Tracing, trace: str, request: messages.Request, payload: memoryview | None, receipt: Receipt
@@ -214,7 +237,7 @@ class Session:
         request_context.set(RequestContext(self.number, request.id, self.tenant, namespace))  # of this task alone
         reply: Message
         try:
-            # the store keeps the deadline; the scope only makes sure that no request stays for ever
+            # the store keeps the deadline; the scope only makes sure that no request runs for ever
             async with Deadline(deadline.at_s + _GRACE_S).scope(request.type):
                 if isinstance(request, messages.Load):
                     await self._serve_load(request, deadline)
@@ -231,20 +254,20 @@ class Session:
                     sees_all=self._is_our_own,
                 )
         except KVStoreError as error:
-            reply = messages.error_of(request.id, error)
+            reply = error_of(request.id, error)
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
             _log.exception("a request failed type=%s client=%s", request.type, self.client)
-            reply = messages.error_of(request.id, InternalError("the service failed", error=type(error).__name__))
+            reply = error_of(request.id, InternalError("the service failed", error=type(error).__name__))
         if isinstance(reply, messages.Error) and self._tracing is not None:
             self._tracing.failed(f"{reply.kind}: {reply.message}")
-        receipt.settle()  # before the answer: it gives the client its credit back
+        receipt.settle()  # before the answer, at which the client takes its credit back
         lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
         if lease is not None:
             self.leases.add(lease)
         try:
             await self._send(reply)
         except asyncio.CancelledError:
-            if lease is not None:  # the client will never know of it
+            if lease is not None:  # the client will never learn of it
                 self._release(lease)
             raise
 
@@ -254,12 +277,14 @@ class Session:
             await self._send(reply, data)
 
     def _shared_arena(self) -> Arena | None:
-        """What this peer may map: all tenants' records stand there, so only our own user's process without tenant."""
+        """The arena, if this peer may map it. It holds all tenants' records, so only our own user's process without a
+        tenant may."""
         return self._answers.store.arena if self._is_our_own else None
 
     @property
     def _is_our_own(self) -> bool:
-        """A process of our own user on this node that is no tenant: it may see what it could read anyway."""
+        """Whether the peer is a process of our own user, on this node, without a tenant: it may see what it could read
+        anyway."""
         is_local = getattr(self.connection.extra("socket"), "family", None) == socket.AF_UNIX
         return is_local and self.tenant == NO_TENANT
 
@@ -291,8 +316,9 @@ class Session:
     # leases and the end
 
     def _release(self, lease: LeaseId) -> None:
-        self.leases.discard(lease)
-        self._tasks.spawn(self._answers.store.release(lease), "release")
+        with suppress(Closed):  # the peer is gone: then `aclose` ends it
+            self._tasks.spawn(self._answers.store.release(lease), "release")
+            self.leases.discard(lease)
 
     async def aclose(self) -> None:
         """Cancel the peer's work, end its leases, let received saves finish. Idempotent."""
@@ -308,7 +334,7 @@ class Session:
 
 
 def _trace(head: Head) -> str:
-    """What the peer says of its trace; a hint: what cannot be read costs no request."""
+    """The peer's trace context; only a hint, so one that cannot be read is ignored."""
     trace = head.get("trace")
     return trace if isinstance(trace, str) and len(trace) <= _TRACE_CHARS_MAX else ""
 

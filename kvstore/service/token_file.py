@@ -1,4 +1,4 @@
-"""The bearer token in a file that is its owner's alone."""
+"""The bearer token, in a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def read_token(path: Path) -> str:
                 raise InvalidRequest("others may read the token: chmod 600 it", field="token_file", path=path)
             token = file.read(_TOKEN_BYTES_MAX).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest("cannot read the token", field="token_file", path=path, error=error) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest("cannot read the token", field="token_file", path=path, error=reason) from error
     if not token:
         raise InvalidRequest("the token is empty", field="token_file", path=path)
     return token

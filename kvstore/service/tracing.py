@@ -1,4 +1,4 @@
-"""OpenTelemetry: the one place that knows it, imported when the settings name a collector."""
+"""The only module that knows OpenTelemetry, which is imported when the settings name a collector."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class OtelTracing:
-    """`Tracing` by OpenTelemetry.
+    """`Tracing` with OpenTelemetry.
 
     Args:
         provider: Where spans go; stays the caller's.
@@ -56,9 +56,10 @@ class OtelTracing:
 
 @contextmanager
 def open_tracing(settings: Settings) -> Iterator[Tracing | None]:
-    """Traces as the settings say; `None`: they name no collector, nothing is imported. At the end what waits is sent.
+    """Tracing as the settings say; `None`: they name no collector, and nothing is imported. At the end what is buffered
+    is sent.
 
-    A collector that is not there costs spans and a line in the log, and no request anything.
+    A collector that is down costs spans and a line in the log; requests do not notice.
 
     Raises:
         InvalidRequest: A package is not installed.

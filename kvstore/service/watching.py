@@ -1,4 +1,4 @@
-"""Looks at a store every few seconds: for the history, and for events that only sums show."""
+"""Looks at a store every few seconds: for the history, and for events that show only in its meters."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ Grown = Mapping[str, list[tuple[Labels, float]]]
 
 
 class Watcher:
-    """Adds a sample to a history every step, and tells of what has grown since the one before. Belongs to the store's
-    loop. A step costs each tier one question about its usage.
+    """Adds a sample to a history every step, and emits events on what has changed since the last one. Belongs to the
+    store's loop. A step asks each tier once for its usage.
 
     Args:
-        store: What is looked at.
+        store: The store to watch.
         history: Where samples go.
         events: Where events go.
-        credentials: Whose changes are told.
+        credentials: Reloads of these become events.
         step_s: The time between two looks.
         clock: For the time of day.
     """
@@ -78,7 +78,7 @@ class Watcher:
         self._orders = self._ordered()
 
     def start(self) -> None:
-        """Look from now on, until `aclose`."""
+        """Watch in the background, until `aclose`."""
         self._background.spawn(self._run(), "steps")
 
     async def _run(self) -> None:
@@ -166,7 +166,7 @@ class Watcher:
         return (orders.quotas, orders.retired) if orders is not None else ({}, {})
 
     def _tell_orders(self) -> None:
-        """Of what was ordered, here or at another service, and is followed here from now on."""
+        """Emit events on orders, given here or at another service, that apply here from now on."""
         (quotas_before, retired_before), self._orders = self._orders, self._ordered()
         quotas, retired = self._orders
         for tenant in sorted(quotas_before.keys() | quotas.keys()):
@@ -188,12 +188,12 @@ class Watcher:
             self._events.tell(EventKind.SETTINGS, text, tenant=tenant_or_all, detail={"weights_id": weights_id})
 
     async def aclose(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop watching. Idempotent."""
         await self._background.aclose()
 
 
 def _tiers(status: Mapping[str, object]) -> tuple[dict[str, int | None], set[str]]:
-    """What tiers that answer hold, `None` where they do not tell that; and those that do not answer."""
+    """The bytes held by each tier that answers, `None` if it does not know; and the tiers that do not answer."""
     tiers = status["tiers"]
     assert isinstance(tiers, Mapping)
     held = {name: tier["used_bytes"] for name, tier in tiers.items() if tier["healthy"]}
@@ -205,7 +205,7 @@ def _without_none(held: Mapping[str, int | None]) -> dict[str, int]:
 
 
 def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:
-    """By name of a meter: labels and by how much it grew."""
+    """By name of a meter: its labels and the increase of each."""
     found: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
     for key, amount in now.items():
         if amount > before.get(key, 0) and (match := _METER.fullmatch(key)) is not None:

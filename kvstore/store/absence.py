@@ -17,10 +17,10 @@ from kvstore.store.reasons import LEFT
 __all__ = ["Absence", "AbsenceFinder"]
 
 _NAMESPACES_MAX = 64
-"""Namespaces of the same tenant that are compared with, each one read of a manifest and one of the catalog."""
+"""Namespaces of the same tenant to compare with; each costs one read of a manifest and one of the catalog."""
 
 _TOMBSTONES_MAX = 1 << 20
-"""As many as are kept."""
+"""As many as the catalog keeps."""
 
 _FIELDS_MAX = 8
 
@@ -31,7 +31,7 @@ class Absence:
 
     Attributes:
         reason: A word of `reasons.REASONS`.
-        detail: What it rests on.
+        detail: The evidence for it.
     """
 
     reason: str
@@ -39,11 +39,11 @@ class Absence:
 
 
 class AbsenceFinder:
-    """Looks into what is known now; what came and went since the request is told apart by time, in whole seconds.
+    """Judges by what is known now; what changed after the request is told apart by its time, in whole seconds.
 
     Args:
         catalog: Where to look.
-        manifests: What other namespaces are.
+        manifests: Describes other namespaces.
     """
 
     def __init__(self, catalog: Catalog, manifests: Manifests) -> None:
@@ -53,13 +53,13 @@ class AbsenceFinder:
     async def find(
         self, namespace: NamespaceId, prefix: PrefixHash, groups: int, asked_s: int, *, deadline: Deadline
     ) -> Absence:
-        """Why a boundary could not be used.
+        """Why a boundary could not be used by a request.
 
         Args:
             namespace: Where it was looked up.
             prefix: The boundary.
-            groups: A bit for each group that was whole there then.
-            asked_s: When, in seconds since the Unix epoch.
+            groups: A bit for each group that was complete there at the time.
+            asked_s: Time of the request, in seconds since the Unix epoch.
             deadline: When to give up.
 
         Raises:
@@ -87,7 +87,7 @@ class AbsenceFinder:
     async def _tombstone(
         self, namespace: NamespaceId, prefix: PrefixHash, asked_s: int, deadline: Deadline
     ) -> Tombstone | None:
-        """What left of the boundary last, before the request."""
+        """The boundary's latest tombstone from before the request."""
         for tombstone in await self._catalog.tombstones(limit=_TOMBSTONES_MAX, deadline=deadline):
             if (tombstone.namespace, tombstone.prefix) == (namespace, prefix) and tombstone.at_s <= asked_s:
                 return tombstone
@@ -96,7 +96,7 @@ class AbsenceFinder:
     async def _elsewhere(
         self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
     ) -> dict[str, object] | None:
-        """The namespace of the same tenant that holds this very prefix and differs least, and in what."""
+        """The namespace of the same tenant that holds this prefix and differs least, and in which fields."""
         tenants = await self._catalog.namespaces(deadline=deadline)
         others = [
             other for other, tenant in tenants.items() if tenant == description.tenant and other != description.id

@@ -1,4 +1,4 @@
-"""Records that were expected in a slower tier and were not there, or are bad: not asked for again for a while."""
+"""Negative cache: records that a slower tier should have had and did not, or whose bytes are bad."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEYS_MAX = 65_536
 
 
 class AbsentKeys:
-    """A bounded set of keys that forget themselves.
+    """A bounded set of keys that expire.
 
     Presence in the cold tier is partly guessed. Without this memory a wrong guess would be repeated by every lookup,
     the writer would be told that the record is there, and the hole would never be filled.
@@ -36,7 +36,7 @@ class AbsentKeys:
         return True
 
     def add(self, key: RecordKey, seconds: float) -> None:
-        """Remember `key` for `seconds`; over the limit the oldest entry goes."""
+        """Remember `key` for `seconds`; beyond the limit the oldest entry is dropped."""
         self._until_s[key] = self._clock.monotonic_s() + seconds
         self._until_s.move_to_end(key)
         while len(self._until_s) > _KEYS_MAX:

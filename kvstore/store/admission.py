@@ -16,7 +16,7 @@ __all__ = ["affordable_resume", "check_header", "check_key", "check_sizes"]
 
 
 def check_key(key: RecordKey, layout: Layout) -> None:
-    """Refuse a key that the layout does not have.
+    """Refuse a key whose group or slice the layout does not have.
 
     Raises:
         CorruptRecord: Group or slice out of range.
@@ -37,7 +37,7 @@ def check_header(header: HeaderV1, layout: Layout, tokens: int | None = None) ->
         tokens: The boundary that the record's prefix belongs to, where the caller knows it.
 
     Raises:
-        CorruptRecord: Group or slice out of range, or kind or span not what this group has at this boundary.
+        CorruptRecord: Group or slice out of range, or not the kind or span that this group has at this boundary.
     """
     check_key(header.key, layout)
     stop = header.span.stop if tokens is None else tokens
@@ -69,8 +69,8 @@ def affordable_resume(
         group_bytes: For each group the bytes of one of its records, all slices together.
         budget_bytes: Bytes that may be held for it.
 
-    Where a longer prefix needs fewer bytes (windows and states only) a fitting point may be overlooked, never the
-    other way round.
+    Where a longer prefix needs fewer bytes (windows and states only) the search may overlook a point that fits; it
+    never returns one that does not.
     """
     tokens = [boundary.tokens for boundary in query.boundaries]
 

@@ -1,4 +1,4 @@
-"""Keeps a directory's catalog true: made anew from the records when it lacks some, while the store goes on."""
+"""Keeps a directory's catalog complete: rebuilds it from the records while the store keeps serving."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _log = logging.getLogger(__name__)
 _CALL_S = 10.0
 _LOOK_S = 1.0
 _REST_S = 30.0
-"""After a walk that failed."""
+"""Pause after a rebuild that failed."""
 
 
 class CatalogKeeper:
-    """Walks over a tier whose records one process owns and can count, whenever its catalog is not complete: a file that
-    is new, was damaged, or missed changes.
+    """Rebuilds the catalog of a tier that one process owns, whenever it is not complete: its file is new, was damaged,
+    or missed changes.
 
     Args:
         catalog: What to keep; stays the caller's.
         tier: The records; stays the caller's.
         level: What the tier is to the catalog.
         meters: Where to count: `catalog_rebuilds{tier}`.
-        clock: For deadlines and uses.
+        clock: For deadlines, and to tell what was used since a rebuild began.
     """
 
     def __init__(self, catalog: Catalog, tier: Tier, level: Level, *, meters: Meters, clock: Clock) -> None:
@@ -46,8 +46,8 @@ class CatalogKeeper:
         self._background = Background("catalog keeper")
 
     async def compare(self) -> bool:
-        """Whether the catalog tells of as many records as the tier holds; if not, it is marked as not complete. To be
-        asked before anything is stored: what is under way would be a difference.
+        """Whether the catalog lists as many records as the tier holds; if not, mark it incomplete. Call it before
+        anything is stored: a write in flight would count as a difference.
 
         Raises:
             Unavailable: One of them does not answer.
@@ -63,7 +63,7 @@ class CatalogKeeper:
         return await self._catalog.is_complete(deadline=self._deadline())
 
     def start(self) -> None:
-        """Look in the background from the next turn of the loop on, until `aclose`."""
+        """Check in the background, until `aclose`."""
         self._background.spawn(self._run(), "keeping it complete")
 
     async def _run(self) -> None:
@@ -72,12 +72,12 @@ class CatalogKeeper:
             try:
                 await self.rebuild_if_incomplete()
             except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
-                _log.warning("the catalog could not be made anew, it is tried again: %s", error)
+                _log.warning("could not rebuild the catalog, will retry: %s", error)
                 rest_s = _REST_S
             await asyncio.sleep(rest_s)
 
     async def rebuild_if_incomplete(self) -> bool:
-        """Returns whether it was not complete; then it is now.
+        """Rebuild the catalog unless it is complete; returns whether that was necessary.
 
         Raises:
             Unavailable: The catalog or the tier failed several times in a row.

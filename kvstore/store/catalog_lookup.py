@@ -17,21 +17,21 @@ from kvstore.store.slices import PackedSlices
 __all__ = ["CatalogLookup"]
 
 _AT_ONCE = 4096
-"""So many boundaries are asked for in one round trip, whatever they are. Of more, if most do not end a page, the pages
-are asked for first, then the tails and states that can still matter."""
+"""Up to this many boundaries are asked for in one round trip. Of a longer prompt most of whose boundaries do not end a
+page, the pages are asked for first, then the tails and states that can still matter."""
 
 _SHARE = 0.6
-"""Of a lookup's time: a catalog that hangs must leave time to ask the tiers."""
+"""The catalog's share of a lookup's time: one that hangs must leave time to ask the tiers."""
 
 _COMPLETE_S = 5.0
-"""Whether the catalog knows of everything is asked for so often."""
+"""How long an answer to "is the catalog complete?" holds."""
 
 _REST_S = 1.0
-"""A catalog that did not answer in time is left alone for so long."""
+"""How long a catalog that did not answer in time is left alone."""
 
 
 class CatalogLookup:
-    """Fills what is known of a prompt from the catalog."""
+    """Fills a `Presence` from the catalog."""
 
     def __init__(self, catalog: Catalog, meters: Meters, clock: Clock) -> None:
         self._catalog = catalog
@@ -42,7 +42,7 @@ class CatalogLookup:
         self._rests_until_s = float("-inf")
 
     async def fill(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> bool:
-        """Note what the catalog has of a query's boundaries. True: that is all there is, no tier need be asked."""
+        """Note what the catalog knows of a query's boundaries. True: it knows everything, no tier need be asked."""
         if self._clock.monotonic_s() < self._rests_until_s:
             return False
         query, layout = presence.query, presence.layout
@@ -91,7 +91,7 @@ class CatalogLookup:
 
 
 def _placed(rows: npt.NDArray[np.uint8], indexes: list[int], presence: Presence, level: Level) -> npt.NDArray[np.uint8]:
-    """Rows of some boundaries among those of all, with what was found before."""
+    """Rows of some boundaries merged into the rows of all, which keep what was found before."""
     before = presence.hot if level is Level.HOT else presence.cold
     if isinstance(before, PackedSlices):
         placed = before.rows.copy()

@@ -1,4 +1,4 @@
-"""A tier whose changes its catalog learns of, whoever makes them."""
+"""A tier wrapper that reports every change to the catalog."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["CataloguedTier"]
 
 
 class CataloguedTier(Tier):
-    """Passes calls on to `inner`, and what they changed to the catalog.
+    """Passes calls on to `inner`, and reports what they changed to the catalog.
 
-    A put returns when the catalog knows of the record, or could not be reached in time: then it learns of it later. The
-    catalog's state never makes a call fail, but for a put into a boundary that is just being deleted.
+    A put returns once the catalog knows of the record, or could not be reached in time and will be told later. Nothing
+    about the catalog makes a call fail, except a put into a boundary that is being deleted.
 
     Args:
-        inner: The tier; owned from now on. Retention, which tells the catalog itself, deletes there.
-        level: What it is to the catalog.
+        inner: The tier; owned from now on. Retention deletes from it directly, since it tells the catalog itself.
+        level: The catalog's name for the tier.
         recorder: The way to the catalog; stays the caller's.
-        room: Where puts wait for eviction; `None`: the level is not bounded.
+        room: Where puts wait for eviction; `None`: the level has no budget.
     """
 
     def __init__(self, inner: Tier, level: Level, recorder: Recorder, room: Room | None = None) -> None:
@@ -49,18 +49,40 @@ class CataloguedTier(Tier):
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
-        """A record that is not there, or was just put aside, is one that the catalog may still tell of."""
+        """As `Tier.get`; the catalog is told when the record is not there, or was just put aside."""
         quarantined = self.inner.num_quarantined
         record = await self.inner.get(key, deadline=deadline, allocate=allocate)
-        if record is None:
-            (size,) = await self.inner.head([key], deadline=deadline)
-            if size is None:
-                reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
-                await self._recorder.removed(key, self._level, reason, deadline=deadline)
+        if record is not None:
+            return record
+        (size,) = await self.inner.head([key], deadline=deadline)
+        if size is not None:
+            return None
+        reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
+        return await self._gone(key, reason, None, deadline, allocate)
+
+    async def _gone(
+        self,
+        key: RecordKey,
+        reason: LeaveReason,
+        num_bytes: int | None,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Record | None:
+        """Tell that a record has left, and take it back if it is there again: whoever put it since our look may have
+        told the catalog before us. Returns it then; it is read for its size.
+        """
+        await self._recorder.removed(key, self._level, reason, num_bytes, deadline=deadline)
+        (size,) = await self.inner.head([key], deadline=deadline)
+        if size is None:
+            return None
+        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        if record is not None:
+            tokens = record.header.span.stop
+            await self._recorder.sized(key, self._level, record.num_bytes, tokens, deadline=deadline)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """As `Tier.put`. A level that has no room, and gets none in time, is `FULL`."""
+        """As `Tier.put`; `FULL` also when eviction makes no room in time."""
         if self._room is None:
             return await self._put(record, deadline)
         cost_bytes = self.inner.cost_bytes(record.num_bytes)
@@ -69,14 +91,14 @@ class CataloguedTier(Tier):
         is_stored = False
         try:
             outcome = await self._put(record, deadline)
-            # one that was there may be new to the books: counted until the totals are read the next time
+            # one that existed may be missing from the totals: count it until they are read again
             is_stored = outcome is not PutOutcome.FULL
         finally:
             self._room.end(record.key, cost_bytes, is_stored=is_stored)
         return outcome
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """As `Tier.put_evictable`. Not bounded here: only what evicts by itself knows a difference."""
+        """As `Tier.put_evictable`. Takes no room: it differs from `put` only in tiers that evict by themselves."""
         return await self._told(record, await self.inner.put_evictable(record, deadline=deadline), deadline)
 
     async def _put(self, record: Record, deadline: Deadline) -> PutOutcome:
@@ -87,9 +109,11 @@ class CataloguedTier(Tier):
         if outcome is PutOutcome.STORED:
             taken = await self._recorder.added(record, self._level, deadline=deadline)
         elif outcome is PutOutcome.EXISTS:
-            # perhaps another service's bytes, of another size, which died before it could tell
+            # perhaps stored, with another size, by a service that died before it told the catalog
             (size,) = await self.inner.head([record.key], deadline=deadline)
-            taken = size is None or await self._recorder.sized(
+            if size is None:  # whoever is told that it exists relies on it
+                raise Unavailable("the record has just left the tier: put it again", key=record.key, tier=self.name)
+            taken = await self._recorder.sized(
                 record.key, self._level, size or record.num_bytes, record.header.span.stop, deadline=deadline
             )
         else:
@@ -104,10 +128,12 @@ class CataloguedTier(Tier):
         await self._recorder.removed(key, self._level, LeaveReason.REMOVED, size or None, deadline=deadline)
         return deleted
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         (size,) = await self.inner.head([key], deadline=deadline)
-        await self.inner.quarantine(key, reason, deadline=deadline)
-        await self._recorder.removed(key, self._level, LeaveReason.CORRUPT, size or None, deadline=deadline)
+        is_aside = await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+        if is_aside:
+            await self._gone(key, LeaveReason.CORRUPT, size or None, deadline)
+        return is_aside
 
     def _put_aside(self, key: RecordKey, reason: str) -> None:
         if self.on_quarantine is not None:

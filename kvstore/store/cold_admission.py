@@ -1,4 +1,4 @@
-"""What the cold tier gets of what nobody asked to be there: by the rule of whoever owns the namespace's retention."""
+"""Which records the cold tier gets when no save waits for it: by the rule of the owner of the namespace's retention."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from kvstore.store.slices import boundaries_beyond, boundaries_of
 __all__ = ["ColdAdmission"]
 
 _NAMES_MAX = 65_536
-"""Boundaries of one generation of names, some 6 MB; there are two of what was admitted and two of what was declined."""
+"""Boundaries per generation of names, some 6 MB; there are two generations of admitted and two of declined ones."""
 _REMEMBERED, _REMEMBERED_MIN, _REMEMBERED_MAX = 1 << 20, 1 << 12, 1 << 22
-"""Boundaries that second sight remembers, four bytes each: before it is known how many the tier holds, and at least and
-at most after that."""
+"""Boundaries that second sight remembers, four bytes each: until the tier's capacity is known, then the least and the
+most."""
 _RESIZE_AT = 2.0
-"""Sightings are begun anew when the tier holds so many times more or fewer than they were made for."""
+"""Sightings start over when the tier's capacity in boundaries has changed by this factor."""
 _AGREE_S = 3.0
 _WORD_S = 15.0
-"""The owner is asked for its rule so often, and what it said holds for so long."""
+"""How often the owner is asked for its rule, and how long its answer holds."""
 
 
 class ColdAdmission:
-    """Decides, for saves that wait for memory alone, whether the cold tier gets them. Saves that wait for the hot or
-    the cold tier are always written there, with the start of their prompt.
+    """Decides whether the cold tier gets a record whose save waits for memory alone. Saves that wait for the hot or the
+    cold tier are always written there, with the start of their prompt.
 
-    A lookup shows a whole prompt, so it is there that a rule decides how far it is kept; of what is saved later that
-    much is let through. What was declined stays in memory and in the hot tier, which may let it go: found there by a
-    later lookup it has been seen twice, by whichever service, and is brought to the cold tier with all below it.
+    A lookup shows a whole prompt, so that is where a rule decides how much of it to admit; later saves are admitted up
+    to that point. What was declined stays in memory and in the hot tier, which may evict it. If a later lookup, on any
+    service, still finds it there, it has been seen twice and is brought to the cold tier with all below it.
 
     What it remembers is bounded, see above, and forgotten with the process: what was forgotten counts as never seen,
-    and what is half kept for that reason is made whole by the next lookup that finds it.
+    and a prompt that is only half kept for that reason is completed by the next lookup that finds it.
 
     Args:
-        rule: A name of `ADMISSIONS`; where the owner of a namespace says another one, that one is followed.
+        rule: A name of `ADMISSIONS`, for namespaces whose owner has announced no other rule.
         meters: Where to count: `admitted_records{rule} declined_records{rule} declined_bytes{rule}`.
-        clock: For how long an owner's word holds.
-        below: The boundary that a prompt has before another one, where that is known.
+        clock: For how long an owner's rule holds.
+        below: Returns the boundary before a given one in its prompt, where that is known.
     """
 
     def __init__(
@@ -70,27 +70,27 @@ class ColdAdmission:
     # the rule
 
     def rule_of(self, namespace: NamespaceId) -> str:
-        """The rule that is followed now."""
+        """The rule that applies now."""
         word, until_s = self._words.get(namespace, ("", 0.0))
         return word if word and self._clock.monotonic_s() < until_s else self._own_rule
 
     def rules(self) -> Mapping[str, str]:
-        """By namespace, in hex, where an owner has said one."""
+        """The rule by namespace, in hex, where an owner has announced one."""
         return {namespace.hex(): self.rule_of(namespace) for namespace in self._words}
 
     async def agree(
         self, leases: Mapping[NamespaceId, str], rule: str, ownership: Ownership, deadline: Deadline
     ) -> None:
-        """Say a rule for the namespaces that are owned here and hear it for the others, every few seconds.
+        """Announce the rule for namespaces that are owned here and learn it for the others, every few seconds.
 
         Args:
             leases: Names of the leases on namespaces.
             rule: What this service would follow.
             ownership: Who holds them.
-            deadline: For all of it.
+            deadline: For all namespaces together.
 
         Raises:
-            Unavailable: Nobody could be asked.
+            Unavailable: The leases could not be read.
         """
         now_s = self._clock.monotonic_s()
         if now_s - self._agreed_s < _AGREE_S:
@@ -103,7 +103,7 @@ class ColdAdmission:
                 self._words[namespace] = word, self._clock.monotonic_s() + _WORD_S
 
     def fit(self, num_held: int) -> None:
-        """The tier holds about so many boundaries: what comes again after as many others would have left by then."""
+        """Remember as many boundaries as the tier holds: one not seen for that long would have been evicted by then."""
         remembered = min(_REMEMBERED_MAX, max(_REMEMBERED_MIN, num_held))
         if not 1 / _RESIZE_AT < remembered / self._remembered < _RESIZE_AT:
             self._remembered = remembered
@@ -112,8 +112,8 @@ class ColdAdmission:
     # prompts and records
 
     def seen(self, presence: Presence) -> list[int]:
-        """A prompt was looked up. Returns those of its boundaries, ascending, that memory or the hot tier has, and that
-        the cold tier shall have and lacks, as far as is known: they are to be brought there.
+        """Note that a prompt was looked up. Returns the indexes, ascending, of the boundaries to bring to the cold
+        tier: admitted, in memory or the hot tier, and missing from the cold one as far as is known.
         """
         query, page_tokens = presence.query, presence.layout.page_tokens
         rule, boundaries = self.rule_of(query.namespace), query.boundaries
@@ -126,11 +126,11 @@ class ColdAdmission:
         kept = in_cold | held if rule == SecondSight.name else in_cold
         last_page = boundaries[-1].tokens // page_tokens * page_tokens
         ends = [at for at, one in enumerate(boundaries) if one.tokens % page_tokens == 0 or one.tokens > last_page]
-        reached = boundaries[max(kept)].tokens if kept else 0  # what stands on a boundary needs all below it
+        reached = boundaries[max(kept)].tokens if kept else 0  # a boundary is of no use without all below it
         pages = [at for at in ends if boundaries[at].tokens <= last_page] or ends[-1:]
         if reached < boundaries[pages[-1]].tokens:
             reached = max(reached, self._reached(rule, query, pages))
-        else:  # what is behind the last page goes with it; that one page stands for all in what is remembered
+        else:  # the tail after the last page goes with it; remembering that one page is enough
             self._reached(rule, query, pages[-1:])
             reached = boundaries[-1].tokens
         namespace_bits, lacking = _bits(query.namespace), []
@@ -147,7 +147,7 @@ class ColdAdmission:
         return lacking
 
     def _reached(self, rule: str, query: PrefixQuery, pages: list[int]) -> int:
-        """How many tokens of a prompt are kept, by some of its pages; what is behind the last page goes with it."""
+        """How many tokens of a prompt the rule admits, judged by its pages; the tail goes with the last page."""
         boundaries, namespace_bits = query.boundaries, _bits(query.namespace)
         path = [boundaries[at] for at in pages]
         names = [namespace_bits ^ _bits(boundary.prefix) for boundary in path]
@@ -155,7 +155,7 @@ class ColdAdmission:
         return boundaries[-1].tokens if stop == len(path) else path[stop - 1].tokens if stop else 0
 
     def takes(self, record: Record) -> bool:
-        """Whether the cold tier gets a record whose save does not wait for a slower tier; counted."""
+        """Whether the cold tier gets a record whose save does not wait for a slower tier. Counts the answer."""
         key, stop_tokens = record.key, record.header.span.stop
         rule = self.rule_of(key.namespace)
         name = _name(key.namespace, key.prefix)
@@ -168,8 +168,8 @@ class ColdAdmission:
         return False
 
     def needs(self, record: Record) -> list[Boundary]:
-        """A record is written because its save waits for that. Returns the boundaries, ascending, that were declined
-        here and that it needs or is a part of: they are to be brought to the cold tier.
+        """For a record whose save waits for a slower tier: the boundaries, ascending, that it needs or belongs to and
+        that were declined here. They are to be brought to the cold tier.
         """
         key = record.key
         is_strict = self.rule_of(key.namespace) != AdmitAll.name
@@ -188,12 +188,12 @@ class ColdAdmission:
         return found[::-1]
 
     def brought(self, namespace: NamespaceId, prefix: PrefixHash) -> None:
-        """What there was of a boundary is on its way to the cold tier."""
+        """Note that a declined boundary is on its way to the cold tier."""
         self._declined.discard(_name(namespace, prefix))
 
 
 class _Names:
-    """The names that came last, with a number each: in two generations, of which the older one goes as a whole."""
+    """The latest names, with a number each, in two generations: the older one is dropped as a whole."""
 
     def __init__(self) -> None:
         self._young: dict[int, int] = {}
@@ -219,7 +219,7 @@ class _Names:
 
 
 def _name(namespace: NamespaceId, prefix: PrefixHash) -> int:
-    """A boundary in 64 bits: two of them are told apart, or one is kept that need not be."""
+    """A boundary in 64 bits. If two collide, one more than necessary is kept; nothing else goes wrong."""
     return _bits(namespace) ^ _bits(prefix)
 
 

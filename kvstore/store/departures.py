@@ -1,4 +1,4 @@
-"""How boundaries leave a level: hidden, deleted, then taken off the totals; ends first, some at a time."""
+"""How boundaries leave a level: hidden, deleted, then taken off the totals; ends of prefixes first, in batches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Departures"]
 
 _CALL_S = 10.0
 _AT_ONCE, _CALLS, _TOGETHER_MIN = 64, 4, 4
-"""Boundaries that are deleted at a time, the calls that share them, and the fewest that are worth one: what a call has
-deleted makes room at once."""
+"""Boundaries that are deleted at a time, the number of calls that share them, and the fewest worth a call of their own:
+what a call has deleted makes room at once."""
 _HIDDEN_AT_ONCE = 64
 """Boundaries that are hidden before the first of them is deleted."""
 
@@ -27,20 +27,20 @@ _HIDDEN_AT_ONCE = 64
 class Departures:
     """Deletes what is to leave one level.
 
-    A boundary leaves wholly, all groups and slices: the catalog hides it first, then its records are deleted, then the
-    totals change. Whoever dies in between leaves a mark, by which somebody else finishes it.
+    A boundary leaves as a whole, all groups and slices: the catalog hides it, then its records are deleted, then the
+    totals change. A process that dies in between leaves it marked in the catalog, and another one finishes the job.
 
     Args:
-        tier: Where to delete; a tier that does not itself tell the catalog.
-        level: What the tier is to the catalog.
-        catalog: What is held.
+        tier: Where to delete; not wrapped in a `CataloguedTier`.
+        level: The catalog's name for the tier.
+        catalog: Knows what is held.
         meters: Where to count: `retention_boundaries{tier,reason} retention_bytes{tier,reason}
             retention_failures{tier}`.
         clock: For deadlines.
-        on_gone: Told the bytes of what has left.
+        on_gone: Called with the bytes of what has left.
 
     Attributes:
-        has_unfinished: Whether something may be hidden that nobody has deleted.
+        has_unfinished: Whether something may be hidden but not deleted.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Departures:
         self.has_unfinished = True  # perhaps an earlier run of this service was cut off
 
     async def evict(self, leavers: Sequence[Leaver]) -> int:
-        """Make boundaries leave, ends first; returns the bytes that did."""
+        """Evict boundaries, ends of prefixes first; returns the bytes freed."""
         left = 0
         stay: set[int] = set()
         for start in range(0, len(leavers), _HIDDEN_AT_ONCE):
@@ -83,12 +83,12 @@ class Departures:
         return left
 
     async def finish(self, entry: BoundaryEntry) -> int:
-        """Delete what somebody, perhaps an earlier self, has hidden; returns the bytes that left."""
+        """Delete a boundary that another process, or an earlier run of this one, has hidden; returns bytes freed."""
         return await self._delete([(entry, LeaveReason.EVICTED)]) or 0
 
     async def _delete_all(self, hidden: Mapping[int, BoundaryEntry], leavers: Sequence[Leaver]) -> set[int]:
-        """Delete the records of hidden boundaries, ends first. What the tier did not delete stays hidden until a later
-        round does; what comes behind that is seen again. Returns which are deleted.
+        """Delete the records of hidden boundaries, ends first; returns the indexes of those that are deleted. What the
+        tier fails to delete stays hidden until a later round; what follows it becomes visible again.
         """
         gone: set[int] = set()
         indexes = list(hidden)
@@ -108,8 +108,8 @@ class Departures:
         return gone
 
     async def _delete(self, leaving: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int | None:
-        """Delete the records of hidden boundaries, then take them off the totals; returns the bytes that this frees.
-        `None`: the tier refused, a later round tries again.
+        """Delete the records of hidden boundaries, then take them off the totals; returns the bytes freed. `None`: the
+        tier did not answer, a later round tries again.
         """
         try:
             keys = [key for entry, _ in leaving for key in entry.keys(self._level)]

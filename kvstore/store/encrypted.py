@@ -1,11 +1,11 @@
 """`EncryptedStore`: the border between a store and its clients where records are encrypted, and names are keyed.
 
-Below this border, in the store with its memory, queues, tiers, catalog and pending entries, there are encrypted records
-under keyed names and nothing else, so nothing there knows of keys. Above it, on the wire and in engines, there are
-plain records under plain names. A record is encrypted once, when it is accepted, and its bytes are the same in every
-tier; it is decrypted each time a rank loads it, which is once for each use. So memory holds cipher text, and is not
-shared with engines. Accidents are found by the checksum when a record is staged, as ever; what only the tag finds, a
-forged record, when it is loaded: then the load fails, every tier puts the record aside, and the engine computes.
+Below this border, in the store with its memory, queues, tiers, catalog and pending entries, there are only encrypted
+records under keyed names, so nothing there knows of keys. Above it, on the wire and in engines, there are only plain
+records under plain names. A record is encrypted once, when it is accepted, and has the same bytes in every tier; it is
+decrypted each time a rank loads it. So memory holds ciphertext, and is not shared with engines. Accidents are found by
+the checksum when a record is staged, as without encryption. A forged record, which only the tag reveals, is found when
+it is loaded: the load fails, every tier puts the record aside, and the engine computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, 
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_record
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.background import Background
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -29,19 +29,19 @@ from kvstore.store.key_ledger import KeyLedger, KeyState
 from kvstore.store.key_ring import Generation, KeySource
 from kvstore.store.operations import StoreOperations
 from kvstore.store.reasons import REASONS
+from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
-from kvstore.tiers.verify import open_off_loop
 
 __all__ = ["EncryptedStore"]
 
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-"""Records that are encrypted or decrypted at a time; `benchmarks.encryption` tells what one thread does."""
+"""Records that are encrypted or decrypted at a time; `benchmarks.encryption` prints what one thread does."""
 _INLINE_BYTES = 64 << 10
 """Smaller records are not worth a thread."""
 _NAMED_AT_ONCE = 1024
-"""Boundaries that get their names before others get a turn; `benchmarks.encryption` tells names a second."""
+"""Names computed before the event loop gets a turn; `benchmarks.encryption` prints names a second."""
 _CHECK_S = 10.0
 _CHECK_AGAIN_S = 300.0
 _NO_STATE = KeyState()
@@ -52,7 +52,7 @@ class EncryptedStore(PageStore):
 
     Args:
         inner: Closed with this one.
-        keys: Whose keys; read again while this is open.
+        keys: Where the tenants' keys come from; read again while this is open.
     """
 
     def __init__(self, inner: TieredStore, keys: KeySource) -> None:
@@ -70,11 +70,11 @@ class EncryptedStore(PageStore):
 
     @property
     def operations(self) -> StoreOperations:
-        """As `TieredStore.operations`, which know records by their keyed names."""
+        """As `TieredStore.operations`, under keyed names."""
         return self.inner.operations
 
     def buffer(self, num_bytes: int) -> memoryview:
-        return fresh_buffer(num_bytes)  # plain bytes do not come near the memory that others may map
+        return fresh_buffer(num_bytes)  # plain bytes never enter memory that other processes may map
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
         """As `KeyRing.generations`. Safe from any thread."""
@@ -95,7 +95,8 @@ class EncryptedStore(PageStore):
             self._missed(tenant, generations)
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
         named = await self._named(query, generations, deadline)
-        # between two generations parents are not told: a boundary whose parent is renamed would look like a broken one
+        # With names of several generations the catalog learns no parents: a boundary whose parent goes by another name
+        # would look broken.
         learns = len(generations) == 1 or named == await _under(query, generations[0])
         found = await self.inner.lookup(named, deadline=deadline, learns=learns)
         if found.resume_tokens + query.step_tokens <= query.cap_tokens:
@@ -117,8 +118,8 @@ class EncryptedStore(PageStore):
         return replace(staged, keys=keys, num_bytes=staged.num_bytes - num_encrypted * ENCRYPTION_BYTES)
 
     async def _named(self, query: PrefixQuery, generations: Sequence[Generation], deadline: Deadline) -> PrefixQuery:
-        """The query under the names that have most: the current key's, and where a boundary has more under an earlier
-        one, that one's. With one generation it asks nobody.
+        """The query, with each boundary named by the key under which most of its groups are stored; the current key
+        wins ties. With one generation no tier is asked.
         """
         named = await _under(query, generations[0])
         if len(generations) == 1:
@@ -146,7 +147,7 @@ class EncryptedStore(PageStore):
         deadline: Deadline,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
-        """As `PageStore.load`. A record whose tag does not match is put aside in every tier, and not there."""
+        """As `PageStore.load`. A record whose tag does not match is put aside in every tier, and counts as missing."""
         error = Unavailable("the lease has ended, or does not hold the record", key=key)
         for generation in self.generations(self._tenant(key.namespace)):
             named = key if generation is None else generation.named(key)
@@ -185,7 +186,7 @@ class EncryptedStore(PageStore):
         retention: Retention = Retention.NORMAL,
         deadline: Deadline,
     ) -> SaveOutcome:
-        """As `PageStore.save`. Nothing is kept of a tenant without a key, or whose current one is known to be wrong."""
+        """As `PageStore.save`. `FULL` for a tenant that has no key, or whose current key is known to be wrong."""
         tenant = self._tenant(record.key.namespace)
         generations = self.generations(tenant)
         if record.header.key_id:
@@ -198,11 +199,7 @@ class EncryptedStore(PageStore):
         if key.key_id in self._states.get(tenant, _NO_STATE).wrong:
             return self._refused(tenant, "wrong_key")
         async with deadline.scope("encrypting a record"):
-            opened = await open_off_loop(record.data, record.key)
-            if isinstance(opened, str):
-                raise CorruptRecord("a saved record does not match its seal", key=record.key, reason=opened)
-            if opened.header != record.header:
-                raise CorruptRecord("the header differs from the bytes it stands for", key=record.key)
+            await verify_record(record)
             target = self.inner.buffer(record.num_bytes + ENCRYPTION_BYTES)
             encrypted = await self._work(record.num_bytes, lambda: encrypt_record(record, key, target))
         self.meters.add("encrypted_records")
@@ -219,20 +216,20 @@ class EncryptedStore(PageStore):
         await self.inner.release(lease)
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        """As `PageStore.discard`: whichever key it was read under."""
+        """As `PageStore.discard`, under every key that the record may have been read with."""
         for generation in self.generations(self._tenant(key.namespace)):
             named = key if generation is None else generation.named(key)
             await self.inner.discard(named, reason, deadline=deadline)
 
     def tell(self, outcome: Outcome) -> None:
-        """As `PageStore.tell`; why a boundary was not there is asked for under its current name."""
+        """As `PageStore.tell`; the boundary that stopped the request is kept under its current name."""
         generations = self.generations(outcome.tenant)
         if outcome.stop is not None and generations:
             outcome = replace(outcome, stop=_boundary(outcome.stop, generations[0]))
         self.inner.tell(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
-        """As `PageStore.explain`; what was never stored as far as is known may be stored under another key."""
+        """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""
         told = await self.inner.explain(request, deadline=deadline, tenant=tenant)
         if told.get("reason") not in ("never_stored", "nothing_stored"):
             return told
@@ -248,7 +245,7 @@ class EncryptedStore(PageStore):
     # keys
 
     async def _refresh(self) -> None:
-        """Read the keys again, and compare those of each tenant now and then."""
+        """Reload the keys when they change; check each tenant's keys then, and every few minutes."""
         rests_s = _CHECK_AGAIN_S
         while True:
             await asyncio.sleep(self._keys.look_s)
@@ -259,7 +256,7 @@ class EncryptedStore(PageStore):
                     await self.check_keys(tenant)
 
     async def check_keys(self, tenant: str) -> KeyState:
-        """Compare a tenant's keys with those that its records were written with; warns of what does not fit."""
+        """Compare a tenant's keys with those that its records were written with, and warn about differences."""
         generations = self.generations(tenant)
         try:
             state = await self._ledger.check(tenant, generations, deadline=Deadline.after(_CHECK_S))
@@ -274,27 +271,30 @@ class EncryptedStore(PageStore):
         return state
 
     def _key_reason(self, tenant: str, generations: Sequence[Generation]) -> str:
-        """The word for why a tenant's keys may cost hits; empty: they do not."""
+        """Why a tenant's keys may cost hits, as a word of `REASONS`; empty: they do not."""
         state = self._states.get(tenant, _NO_STATE)
         if not generations:
             return "no_key"
         return "wrong_key" if state.wrong else "missing_key" if state.missing else ""
 
     def _missed(self, tenant: str, generations: Sequence[Generation]) -> None:
-        """A lookup found less than it asked for: count it where a key may be why."""
+        """Count a lookup that found less than it asked for, if a key may be the reason."""
         if reason := self._key_reason(tenant, generations):
             self.meters.add("encryption_misses", reason=reason)
         if reason == "no_key":
-            self._warn(f"a tenant has no key, nothing of it is stored: add one to encryption_keys tenant={tenant!r}")
+            self._warn_no_key(tenant)
 
     def _refused(self, tenant: str, reason: str) -> SaveOutcome:
         self.meters.add("encryption_refused_saves", reason=reason)
         if reason == "no_key":
-            self._warn(f"a tenant has no key, nothing of it is stored: add one to encryption_keys tenant={tenant!r}")
+            self._warn_no_key(tenant)
         return SaveOutcome.FULL
 
+    def _warn_no_key(self, tenant: str) -> None:
+        self._warn(f"a tenant has no key, nothing of it is stored: add one to encryption_keys tenant={tenant!r}")
+
     def _warn(self, text: str) -> None:
-        """Once for each text."""
+        """Log each text once."""
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%s", text)
@@ -311,12 +311,12 @@ class EncryptedStore(PageStore):
     def _tenant(self, namespace: NamespaceId) -> str:
         tenant = self._tenants.get(namespace)
         if tenant is None:
-            raise InvalidRequest("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
+            raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
         return tenant
 
 
 async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:
-    """A query under the names of a generation."""
+    """A query with its boundaries named under one generation."""
     if generation is None:
         return query
     named: list[Boundary] = []
@@ -328,7 +328,7 @@ async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:
 
 
 def _plain_progress(progress: Progress) -> Progress:
-    """Tells plain bytes, where a store tells encrypted ones, once for each record."""
+    """Reports plain bytes, given the encrypted bytes so far once for each record."""
     num_records = 0
 
     def tell(num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Why a request was resumed no further: what its engine told, and for what was not stored, why it was not."""
+"""Why a request was resumed no further: what its engine reported and, for what was not stored, why it was not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.store.reasons import REASONS, UNKNOWN
 __all__ = ["Explainer", "ToldOutcome", "result_of"]
 
 _KEPT = 2048
-"""Outcomes of each tenant, the latest ones: nobody's requests push out another's."""
+"""Latest outcomes of each tenant; tenants do not push out each other's."""
 
 _LISTED = 100
 
@@ -29,12 +29,12 @@ _TOLD_WITHIN_S = 5
 
 @dataclass(frozen=True, slots=True)
 class ToldOutcome:
-    """An outcome as it was told.
+    """An outcome as an engine reported it.
 
     Attributes:
         outcome: What became of a request.
-        at_ms: When, since the Unix epoch.
-        number: In the order of telling.
+        at_ms: Time of the report, since the Unix epoch.
+        number: Sequence number of the report.
     """
 
     outcome: Outcome
@@ -43,7 +43,7 @@ class ToldOutcome:
 
 
 class Explainer:
-    """Keeps the latest outcomes, and explains them when somebody asks: telling costs next to nothing.
+    """Keeps the latest outcomes, and explains them on demand: recording one costs next to nothing.
 
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
@@ -76,7 +76,7 @@ class Explainer:
         self._count(outcome)
 
     def _count(self, outcome: Outcome) -> None:
-        reason = outcome.reason if outcome.reason in REASONS else "other"  # words of a newer engine are no new meters
+        reason = outcome.reason if outcome.reason in REASONS else "other"  # a newer engine's words add no meters
         local = min(outcome.local_tokens, outcome.resume_tokens)
         self._meters.add("requests", result=result_of(outcome), reason=reason)
         self._meters.add("request_tokens", outcome.prompt_tokens, part="prompt")
@@ -84,7 +84,7 @@ class Explainer:
         self._meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
 
     def latest(self, tenant: str | None) -> list[ToldOutcome]:
-        """What was told of a tenant's requests, or of everybody's, newest first."""
+        """The outcomes of a tenant's requests, or of all tenants', newest first."""
         tenants = self._told if tenant is None else (tenant,)
         told = [one for name in tenants for one in self._told.get(name, {}).values()]
         return sorted(told, key=lambda one: -one.number)
@@ -96,7 +96,7 @@ class Explainer:
         told = self._find(request, tenant)
         outcome = told.outcome
         found = Absence(outcome.reason)
-        # what did not answer may have held it: nobody can say that it was not stored
+        # a tier that did not answer may have held it: nobody can say that it was not stored
         if outcome.detail.get("silent"):
             found = Absence("tier_failed")
         elif outcome.stop is not None and outcome.namespace is not None and self._hides(outcome.namespace):
@@ -121,10 +121,17 @@ class Explainer:
         exact = [told for told in mine if told.outcome.request == request]
         found = exact or [told for told in mine if told.outcome.request.startswith(request)]
         if not found:
-            raise InvalidRequest("no such request was told of lately", field="request", seen=request, kept=len(mine))
+            raise InvalidRequest(
+                "no such request was told of lately: ask without one for the latest, a restart forgets them",
+                field="request",
+                seen=request,
+                kept=len(mine),
+            )
         if len(found) > 1:
             names = ", ".join(sorted(told.outcome.request for told in found)[:5])
-            raise InvalidRequest("several requests start like that", field="request", seen=request, requests=names)
+            raise InvalidRequest(
+                "several requests start like that: write more of it", field="request", seen=request, requests=names
+            )
         return found[0]
 
     async def _look(self, told: ToldOutcome, tenant: str | None, deadline: Deadline) -> Absence:
@@ -132,7 +139,7 @@ class Explainer:
         assert outcome.stop is not None
         if self._absence is None or outcome.namespace is None:
             return self._apart(told, tenant) or Absence(outcome.reason)
-        vanished = outcome.reason == "gone"  # between lookup and fetch: why is told to the catalog about now
+        vanished = outcome.reason == "gone"  # between lookup and fetch: the catalog learns why at about this time
         asked_s = told.at_ms // 1000 + (_TOLD_WITHIN_S if vanished else 0)
         try:
             found = await self._absence.find(
@@ -147,7 +154,7 @@ class Explainer:
         return found
 
     def _apart(self, told: ToldOutcome, tenant: str | None) -> Absence | None:
-        """Whether the same tokens were asked for before in a way that keeps them apart from this request's."""
+        """Whether an earlier request had the same tokens under another salt, adapter or tenant, which share nothing."""
         mine = told.outcome
         if not mine.content:
             return None

@@ -1,4 +1,4 @@
-"""How many records are read from one tier at a time: few while it is slow, more while it is quick."""
+"""How many records are read from one tier at a time: fewer while it is slow, more while it is fast."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["FetchGate", "next_window"]
 
 
 def next_window(window: int, took_s: float, *, quick_s: float, limit: int) -> int:
-    """The number of reads to allow next, after one that took `took_s`.
+    """The number of concurrent reads to allow after one that took `took_s`.
 
     Reads share a link. With too many at once none of them ends for a long time, which a stage cannot tell from a tier
-    that hangs. So the window grows while single reads stay well under that time, and shrinks when they do not.
+    that hangs. So the window grows while reads take less than `quick_s`, and shrinks when one takes twice that.
     """
     if took_s < quick_s:
         return min(limit, window + 1)
@@ -35,7 +35,7 @@ class FetchGate:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Run a block as one of the reads. If cancelled while waiting, the place in the queue is given up."""
+        """Run a block as one of the reads. If cancelled while waiting, it leaves the queue."""
         async with self._turns.turn():
             started_s = self._clock.monotonic_s()
             try:

@@ -1,14 +1,15 @@
-"""Finishes write-backs that nobody sees to any more: their service died, or had more to write than it could hold."""
+"""Finishes abandoned write-backs: their service died, or had more to write than it could hold."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from itertools import islice
 
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingEntry, PendingLog
-from kvstore.errors import Closed, KVStoreError, Unavailable
+from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background
@@ -27,24 +28,24 @@ __all__ = ["Finisher"]
 _log = logging.getLogger(__name__)
 
 _CLAIMED_TOGETHER = 16
-"""Few, so that the last of them is finished well within its lease, and that other services get their share."""
+"""Few, so that the last of them is finished well within its lease, and other services get their share."""
 _PAUSE_S_MAX = 2.0
 _ASKED_MAX = 32_768
-"""Entries that wait to be written, some 12 MB."""
+"""Entries that may wait to be written to the log, some 12 MB."""
 _ASKED_TOGETHER = 256
 
 
 class Finisher:
-    """Claims entries whose leases have ended, few at a time, and brings their records to the cold tier.
+    """Claims entries whose leases have expired, a few at a time, and brings their records to the cold tier.
 
     Args:
-        log: Where entries stand. Its owner is nobody else: whoever writes a record anew, here too, has an entry of its
-            own beside one that is being finished.
+        log: The pending entries, under an owner id of the finisher's own: a record that is saved again meanwhile, even
+            by this service, gets a second entry beside the one that is being finished.
         hot: Where their records are, if there is such a tier.
         cold: Where they belong.
-        recorder: The way to the catalog, which the dead may not have told of what they had written.
+        recorder: The way to the catalog, which a service that died may not have told of what it wrote.
         journeys: Told how much is pending over all services.
-        background: Owns the loop.
+        background: Owns the task.
         meters: Where to count.
         limits: Bounds and times.
         clock: For deadlines.
@@ -75,18 +76,18 @@ class Finisher:
         self._meters = meters
         self._limits = limits
         self._clock = clock
-        self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: until when it is waited for
+        self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: how long to wait for it
         self._room = ByteBudget(limits.finish_bytes_in_flight)
         self._asked: dict[RecordKey, PendingEntry] = {}
         self.is_paused = False
 
     def start(self) -> None:
-        """Begin, now and until the owner of the background tasks is closed."""
+        """Work in the background, until its owner is closed."""
         self._background.spawn(self._run(), "finishing write-backs")
 
     def ask(self, entry: PendingEntry) -> bool:
-        """Have a record that the hot tier has, and may let go, brought to the cold tier by whoever has time. False: too
-        much is on its way. Never waits; what is not written yet when this process ends is forgotten.
+        """Have a record that the hot tier has, and may evict, brought to the cold tier by any service that has time.
+        False: too much is pending. Never waits; requests not yet in the log are lost with the process.
         """
         if len(self._asked) >= _ASKED_MAX or self._journeys.is_over_limit:
             return False
@@ -95,11 +96,11 @@ class Finisher:
 
     @property
     def num_asked(self) -> int:
-        """Entries that wait to be written."""
+        """Entries that wait to be written to the log."""
         return len(self._asked)
 
     async def _write_asked(self) -> None:
-        """Write the entries that were asked for, and own none of them."""
+        """Write the requested entries to the log and release them at once, so that any service may claim them."""
         while self._asked:
             entries = list(islice(self._asked.values(), _ASKED_TOGETHER))
             keys = [entry.key for entry in entries]
@@ -130,7 +131,7 @@ class Finisher:
         Raises:
             Unavailable: The log cannot be asked.
 
-        If cancelled, what was claimed can be claimed again when its lease has ended.
+        If cancelled, what was claimed can be claimed again once its lease has expired.
         """
         await self._write_asked()
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
@@ -138,6 +139,7 @@ class Finisher:
         self._journeys.learned(totals)
         self._meters.set("pending_records", totals.num_records)
         self._meters.set("pending_bytes", totals.num_bytes)
+        self._meters.set("pending_limit_bytes", self._limits.pending_bytes)
         if not totals.num_records:
             return 0, 0
         entries = await self._log.claim(_CLAIMED_TOGETHER, deadline=deadline)
@@ -152,24 +154,28 @@ class Finisher:
             self._room.give_back(grant)
 
     async def _finish(self, entry: PendingEntry) -> bool:
-        """Bring one record to the cold tier and end its entry. False: not now, it is tried again after its lease."""
+        """Bring one record to the cold tier and end its entry. False: not now, it is retried once its lease expires."""
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
         key = entry.key
         try:
             await self._make_known(key.namespace, deadline)
             outcome = await self._bring(entry, deadline)
             if outcome == "lost" and await self._is_in_hot(key, deadline):
-                return False  # it has been written since: the entry stands for it now
+                return False  # it was written again meanwhile: the entry now belongs to that write
             if outcome == "full":
                 self._meters.add("pending_failures", step="full")
                 return False
             if outcome == "refused":
-                _log.error("a record will never reach the cold tier, and stays in the hot one key=%s", key)
+                _log.error("the cold tier refused a record for good, it stays in the hot tier key=%s", key)
             elif self._hot is not None and outcome != "lost":
                 await self._hot.allow_eviction([key], deadline=deadline)
                 await self._tell(self._hot, Level.HOT, entry, deadline)
             await self._log.finish([key], deadline=deadline)
-        except Unavailable:
+        except Closed:
+            raise
+        except KVStoreError as error:  # of this record: the others of the round go on
+            if not isinstance(error, Unavailable):
+                _log.warning("a pending write-back cannot be finished now, it is tried again: %s", error)
             self._meters.add("pending_failures", step="finish")
             return False
         self._meters.add("pending_finished", outcome=outcome)
@@ -179,9 +185,9 @@ class Finisher:
         return self._hot is not None and await self._hot.head([key], deadline=deadline) != [None]
 
     async def _bring(self, entry: PendingEntry, deadline: Deadline) -> str:
-        """How it ends: `present` already, `stored` now, `full`, `refused` for ever, or `lost`: it is in no tier.
+        """How it ended: `present` already, `stored` now, `full`, `refused` for good, or `lost`: in no tier.
 
-        An entry is written before its record, so that one that is in no tier may never have been acknowledged.
+        Entries are written before their records, so a record that is in no tier may never have been acknowledged.
         """
         key = entry.key
         (num_bytes,) = await self._cold.head([key], deadline=deadline)
@@ -200,25 +206,27 @@ class Finisher:
         return "full" if outcome is PutOutcome.FULL else "stored"
 
     async def _make_known(self, namespace: NamespaceId, deadline: Deadline) -> None:
-        """Register with the catalog what no engine has opened on this node, by the manifest beside the records.
+        """Register a namespace that no engine has opened on this node with the catalog, from its manifest in a tier.
 
         Raises:
-            Unavailable: No tier has one yet. Not raised for ever: then the catalog lacks the record, and says so.
+            Unavailable: No tier has a manifest yet. After a while the record is finished all the same: the catalog then
+                lacks it, and is marked incomplete.
         """
         if self._recorder is None or self._recorder.knows(namespace):
             return
         for tier in (self._cold, self._hot):
             manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
-            if manifest is not None:
-                description = parse_manifest(manifest)
-                self._recorder.register(namespace, description.layout(), description.tenant)
-                return
+            with suppress(CorruptRecord, UnsupportedFormat):  # damaged, or a later release's: as if none
+                if manifest is not None:
+                    description = parse_manifest(manifest, namespace)
+                    self._recorder.register(namespace, description.layout(), description.tenant)
+                    return
         if self._nameless.setdefault(namespace, deadline).expired:
             return
         raise Unavailable("a namespace has no manifest yet", namespace=namespace.hex())
 
     async def _tell(self, tier: Tier, level: Level, entry: PendingEntry, deadline: Deadline) -> None:
-        """Have the catalog know of a record that somebody else wrote, if the tier has it."""
+        """Tell the catalog of a record that another process wrote, if the tier has it."""
         if self._recorder is None:
             return
         (num_bytes,) = await tier.head([entry.key], deadline=deadline)

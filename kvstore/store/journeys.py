@@ -1,8 +1,8 @@
 """Records on their way to the slower tiers, and the pending entry that each needs meanwhile.
 
-The rule: whenever a record stands in the hot tier and may not be evicted there, a pending entry stands in the log. So
-the entry is written before the record, and ends after the cold tier has the record and the hot tier was told that it
-may go. Without a hot tier the entry says of each write to the cold tier that it has begun.
+The invariant: while a record is in the hot tier and may not be evicted there, the log has a pending entry for it. So
+the entry is written before the record, and removed after the cold tier has the record and the hot tier may evict it.
+Without a hot tier the entry only says that a write to the cold tier has begun.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 _RENEWED_TOGETHER = 512
 _HELP_S = 3.0
-"""For the entry of a write to the cold tier that goes on without one: a busy Redis must not count as one that is away,
-since of a record without entry nobody tells the catalog when this service is killed."""
+"""How long a write to the cold tier, which can go on without an entry, waits for one. Long enough for a busy Redis: if
+this service is killed, nobody tells the catalog of a record without an entry."""
 _LEFT_ALONE_S = 5.0
-"""A log that did not answer is not waited for by whoever can do without it."""
+"""How long a log that did not answer is not asked for entries that a write can do without."""
 
 
 class Noted(Enum):
@@ -45,7 +45,7 @@ class Noted(Enum):
     FULL = "full"
     """The log has no room."""
     BUSY = "busy"
-    """Too much is pending: later records may be taken."""
+    """Too much is pending; a later try may succeed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,16 +53,17 @@ class _Journey:
     """What is under way with one record.
 
     Attributes:
-        entry: What the log is told.
-        is_short: It is not meant to reach the cold tier.
-        num_open: Writes that wait or run. None, and not settling either: the log did not answer when it was told of the
-            end, and is told again.
-        noted_at_s: When its lease began last; `None`: no entry is certain to be in the log.
-        touched: An entry may be in the log.
-        in_hot: The hot tier has it, or may have it.
-        is_ours: The hot tier has it from us, and from nobody before: nobody else was promised that it stays.
+        entry: The pending entry.
+        is_short: The record is not meant to reach the cold tier.
+        num_open: Writes that wait or run. Zero, and not settling: the log did not answer when the entry was to end, and
+            is asked again.
+        noted_at_s: When the entry's lease was last renewed; `None`: the log may have no entry.
+        touched: The log may have an entry.
+        in_hot: The hot tier has the record, or may have it.
+        is_ours: We were the first to put it into the hot tier: nobody else was promised that it stays there.
         in_cold: The cold tier has it.
-        settling: Ends the entry.
+        is_unsure: A write to the cold tier ended without an answer: the record may be there, unknown to the catalog.
+        settling: The task that ends the entry.
     """
 
     entry: PendingEntry
@@ -73,16 +74,17 @@ class _Journey:
     in_hot: bool = False
     is_ours: bool = False
     in_cold: bool = False
+    is_unsure: bool = False
     settling: asyncio.Task[None] | None = None
 
 
 class Journeys:
-    """Keeps the log right while records travel. Without a log it does nothing.
+    """Keeps the log in step with records on their way. Without a log it does nothing.
 
     For each write of a record to a tier: `begin`, then `note` before the write, `confirm` after it, `end`.
 
     Args:
-        log: Where entries stand; `None`: there is nothing that could finish what we begin.
+        log: The pending entries; `None`: nobody could finish what this process leaves.
         hot: The shared tier that records reach first, if there is one.
         background: Owns tasks.
         meters: Where to count.
@@ -123,22 +125,22 @@ class Journeys:
 
     @property
     def is_over_limit(self) -> bool:
-        """More is pending, over all services, than the limit allows: what is not begun yet should not be."""
+        """More is pending, over all services, than the limit allows: new writes should not begin."""
         return self._log is not None and self._pending_bytes > self._limits.pending_bytes
 
     def learned(self, totals: PendingTotals) -> None:
-        """What is pending over all services; between two such messages own entries are added up."""
+        """Note what is pending over all services; until the next call our own new entries are added to it."""
         self._pending_bytes = totals.num_bytes
 
     def begin(self, record: Record, *, is_short: bool = False, in_cold: bool = False, is_promise: bool = False) -> None:
-        """A write of this record to one tier is going to be made.
+        """Announce a write of `record` to one tier.
 
         Args:
-            record: Which.
+            record: The record.
             is_short: It is not meant to reach the cold tier.
             in_cold: The cold tier has it.
-            is_promise: Somebody will be told that the hot tier keeps it until the cold one has it: that the cold tier
-                had it before says nothing, it may have been evicted there since.
+            is_promise: A caller will be promised that the hot tier keeps it until the cold tier has it. What is known
+                of the cold tier no longer counts then: it may have evicted the record since.
         """
         if self._log is None:
             return
@@ -151,13 +153,13 @@ class Journeys:
         journey.num_open += 1
 
     async def note(self, key: RecordKey, deadline: Deadline, *, is_hot: bool) -> Noted:
-        """Write the entry, unless it is there. Where there is a hot tier, the write to the cold one goes on without it
-        when the log does not answer: it is a help to the catalog then, which may miss a record that a crash cuts off.
+        """Write the entry, unless it is there. If there is a hot tier, a write to the cold one may go on without an
+        entry when the log does not answer: all it costs is that the catalog may miss the record after a crash.
 
         Raises:
             Unavailable: The log cannot be written now.
 
-        If cancelled, the entry may be there; `end` sees to it.
+        If cancelled, the entry may be there; `end` takes care of it.
         """
         journey = self._journeys.get(key)
         if self._log is None or journey is None or (journey.settling is None and self._is_fresh(journey)):
@@ -174,7 +176,7 @@ class Journeys:
         return await self._note_settled(journey, deadline)
 
     async def _note_settled(self, journey: _Journey, deadline: Deadline) -> Noted:
-        if journey.settling is not None:  # else its end could take away what we are about to write
+        if journey.settling is not None:  # else it could remove the entry that we are about to write
             await asyncio.wait({journey.settling}, timeout=deadline.remaining_s)
             if journey.settling is not None:
                 raise Unavailable("an earlier pending entry did not end in time", key=journey.entry.key)
@@ -197,8 +199,8 @@ class Journeys:
         return Noted.YES
 
     async def confirm(self, key: RecordKey, outcome: PutOutcome, deadline: Deadline) -> None:
-        """The record was written to the hot tier, or is there: if somebody has claimed its entry meanwhile, and so
-        may have ended it before the record was there, the entry is written again."""
+        """Note that the hot tier has the record. If another service claimed its entry meanwhile, it may have ended the
+        entry before the record arrived: then the entry is written again."""
         journey = self._journeys.get(key)
         if self._log is None or journey is None:
             return
@@ -208,25 +210,27 @@ class Journeys:
             await self._note(journey, deadline)
 
     def _is_fresh(self, journey: _Journey) -> bool:
-        """Whether its entry is certain to be ours; one whose lease has ended may have been finished by another service,
-        which found its record nowhere yet."""
+        """Whether its entry is certain to be ours still. Once the lease has expired, another service may have finished
+        the entry, because it found the record nowhere yet."""
         assert self._log is not None
         at_s = journey.noted_at_s
         return at_s is not None and self._clock.monotonic_s() - at_s <= self._log.lease_s / 2
 
-    def end(self, key: RecordKey, *, in_hot: bool = False, in_cold: bool = False) -> None:
-        """A write that was begun has ended, or is not made.
+    def end(self, key: RecordKey, *, in_hot: bool = False, in_cold: bool = False, maybe_in_cold: bool = False) -> None:
+        """Note that a write that `begin` announced has ended, or will not be made.
 
         Args:
-            key: Of the record.
-            in_hot: The hot tier may have it now.
+            key: The record's key.
+            in_hot: The hot tier may have the record now.
             in_cold: The cold tier has it now.
+            maybe_in_cold: The cold tier may have it now: its entry is left to whoever looks, and tells the catalog.
         """
         journey = self._journeys.get(key)
         if journey is None:
             return
         journey.in_hot |= in_hot
         journey.in_cold |= in_cold
+        journey.is_unsure |= maybe_in_cold
         journey.num_open -= 1
         if journey.num_open == 0 and journey.settling is None:
             self._settle(journey)
@@ -235,21 +239,21 @@ class Journeys:
         if not journey.touched:
             del self._journeys[journey.entry.key]
             return
-        with suppress(Closed):  # then the lease is given back at once by `aclose`
+        with suppress(Closed):  # then `aclose` releases the entry at once
             journey.settling = self._background.spawn(self._settled(journey), "pending entry")
 
     async def _settled(self, journey: _Journey) -> None:
         try:
-            # until its call has ended, however long that takes: it could end the entry of a write that did not wait
+            # without a deadline: a call that we gave up on could later end the entry of the next write
             await self._ends.run(journey, None)
             journey.in_hot = False
         except KVStoreError:
-            # Our entry stands, and perhaps for a record in the hot tier: were that forgotten, the end of a later write,
-            # one that failed, would take the entry away. What else is known of the record others may change meanwhile.
+            # Our entry is still in the log, perhaps for a record in the hot tier. If we forgot that, a later write that
+            # fails would remove the entry. All else we know of the record may be changed by others meanwhile.
             self._meters.add("pending_failures", step="end")
         journey.settling, journey.noted_at_s = None, None
         journey.touched = journey.in_hot
-        journey.is_ours = journey.in_cold = False
+        journey.is_ours = journey.in_cold = journey.is_unsure = False
         if journey.num_open == 0 and not journey.touched:
             self._journeys.pop(journey.entry.key, None)
 
@@ -264,30 +268,30 @@ class Journeys:
         done = [
             journey
             for journey in journeys
-            if journey.in_cold or not journey.in_hot or (journey.is_short and journey.is_ours)
+            if journey.in_cold or not (journey.in_hot or journey.is_unsure) or (journey.is_short and journey.is_ours)
         ]
-        # what is in the cold tier may go, whoever wrote it to the hot one: the entry that said so ends here
+        # once a record is in the cold tier the hot one may evict it, whoever wrote it there
         may_go = [journey.entry.key for journey in done if journey.in_cold]
         short = [journey.entry.key for journey in done if journey.in_hot and not journey.in_cold]
-        if short:  # whoever else owns an entry, or has claimed it, may have been told that the record stays
+        if short:  # another owner of an entry, or one who claimed it, may have been promised that the record stays
             may_go += [key for key, num_owners in (await self._hold(short)).items() if num_owners == 1]
         left = [journey.entry.key for journey in journeys if journey not in done]
         if may_go and self._hot is not None:
             await self._hot.allow_eviction(may_go, deadline=deadline)
         if done:
             await self._log.finish([journey.entry.key for journey in done], deadline=deadline)
-        if left:  # the hot tier has them and the cold tier does not: any service that has time takes them from there
+        if left:  # not in the cold tier as far as we know: any service that has time finishes them
             self._meters.add("pending_left", len(left))
             await self._log.release(left, deadline=deadline)
 
     async def _hold(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
-        """Those whose entries are ours, and how many own each; their leases begin anew."""
+        """Renew the leases of entries; returns those that are ours, with the number of owners of each."""
         assert self._log is not None
         owners = await self._log.renew(keys, deadline=self._step_deadline())
         return {key: num_owners for key, num_owners in zip(keys, owners, strict=True) if num_owners}
 
     async def _renew(self, log: PendingLog) -> None:
-        """Keep the leases of what is under way: an outage may be longer than they are. Tell again of what has ended."""
+        """Renew the leases of what is under way, since an outage may outlast them, and retry ends that failed."""
         while self._journeys:
             await asyncio.sleep(log.lease_s / 3)
             for journey in list(self._journeys.values()):
@@ -304,7 +308,7 @@ class Journeys:
                     self._meters.add("pending_failures", step="renew")
                     break
                 for journey, num_owners in zip(some, owners, strict=True):
-                    if not num_owners:  # somebody claimed it, and may end it: the next write needs one of its own
+                    if not num_owners:  # another service claimed it and may end it: the next write needs a new one
                         journey.noted_at_s = None
                     elif journey.noted_at_s is not None:
                         journey.noted_at_s = max(journey.noted_at_s, now_s)
@@ -321,7 +325,7 @@ class Journeys:
             await asyncio.wait(settling, timeout=deadline.remaining_s)
 
     async def aclose(self, deadline: Deadline) -> None:
-        """Give back what is not finished, so that another service need not wait for the leases to end. The background
+        """Release what is not finished, so that another service need not wait for the leases to expire. The background
         tasks have ended before."""
         keys = [journey.entry.key for journey in self._journeys.values() if journey.touched]
         self._journeys.clear()
@@ -329,4 +333,4 @@ class Journeys:
             try:
                 await self._log.release(keys, deadline=deadline)
             except KVStoreError as error:
-                _log.warning("pending entries wait for their leases to end records=%d reason=%s", len(keys), error)
+                _log.warning("pending entries stay until their leases expire records=%d reason=%s", len(keys), error)

@@ -1,4 +1,4 @@
-"""Compares the keys at hand with the ids that a tenant's records were written with: so that a wrong key is told."""
+"""Compares the keys at hand with the ids that a tenant's records were written with, to detect wrong or missing keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KeyState:
-    """How the keys at hand and those that the tenant's records were written with fit.
+    """How the keys at hand differ from those that a tenant's records were written with.
 
     Attributes:
-        wrong: Ids whose secret is another one here.
+        wrong: Ids whose secret is a different one here.
         missing: Ids that are not here at all.
     """
 
@@ -33,17 +33,18 @@ class KeyState:
 
 class KeyLedger:
     """The notes of key ids beside the records of each slower tier. Best effort: names depend on the keys themselves, so
-    that a wrong one finds nothing whether or not there is a note.
+    a wrong key finds nothing, with or without a note.
 
     Args:
-        tiers: Where records stand.
+        tiers: Where records are.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
 
     async def check(self, tenant: str, generations: Sequence[Generation], *, deadline: Deadline) -> KeyState:
-        """How a tenant's keys fit, and note the current one where it is new. The first secret of an id keeps it.
+        """Compare a tenant's keys with the notes, and note the current key if its id is new. An id belongs to the first
+        secret that was noted for it.
 
         Raises:
             KVStoreError: A tier does not answer, or its note is of a newer release.
@@ -64,7 +65,7 @@ class KeyLedger:
         return KeyState(wrong, missing)
 
     async def forget(self, tenant: str, keys: Sequence[TenantKey], *, deadline: Deadline) -> None:
-        """No record is under these keys any more.
+        """Remove the notes of keys under which no record is left.
 
         Raises:
             KVStoreError: As for `check`.
@@ -82,7 +83,7 @@ class KeyLedger:
             return {}
         try:
             return parse_key_ids(bytes(data))
-        except CorruptRecord as error:  # it is made anew; nothing but a warning depends on it
+        except CorruptRecord as error:  # written again below; only warnings depend on it
             _log.warning("a note of key ids cannot be read, it is written again tier=%s: %s", tier.name, error)
             return {}
         except UnsupportedFormat as error:
@@ -90,7 +91,7 @@ class KeyLedger:
 
 
 def explain(tenant: str, state: KeyState) -> list[str]:
-    """What to tell an operator, in sentences with the next step."""
+    """A sentence for the operator on each problem, with the next step to take."""
     told = []
     who = f"tenant={tenant!r}"
     for key_id in sorted(state.wrong):
@@ -107,5 +108,5 @@ def explain(tenant: str, state: KeyState) -> list[str]:
 
 
 def failed(error: KVStoreError) -> str:
-    """As `explain`, for a comparison that could not be made."""
+    """As `explain`, for a `check` that raised."""
     return f"the encryption keys cannot be compared with those that records were written with: {error}"

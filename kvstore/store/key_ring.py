@@ -1,4 +1,4 @@
-"""Which keys each tenant's records are encrypted with: a key file or a command's output, read again when it changes."""
+"""The keys of each tenant, from a key file or a command's output, which is read again when it changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["COMMAND_PREFIX", "EVERY_TENANT", "Generation", "KeyRing", "KeySource
 _log = logging.getLogger(__name__)
 
 EVERY_TENANT = "*"
-"""What the file calls all tenants that it does not name."""
+"""Stands for all tenants that the file does not name."""
 
 COMMAND_PREFIX = "command:"
 
@@ -33,16 +33,16 @@ _FIELD = "encryption_keys"
 _FIELDS = ("tenant", "id", "secret")
 _TENANT = re.compile(r"[!-~]{1,128}")
 _GENERATIONS_MAX = 4
-"""Of one tenant: each costs every lookup that the ones before do not answer in full another one."""
+"""Keys of one tenant: a lookup that the earlier ones do not answer in full costs another one for each."""
 _FILE_BYTES_MAX = 4 << 20
 _COMMAND_S = 30.0
 _FILE_LOOK_S = 2.0
 _COMMAND_LOOK_S = 300.0
 _GONE: tuple[int, ...] = (0,)
-"""What is seen of a file that is not there."""
+"""The signature of a file that does not exist."""
 
 Generation = TenantKey | None
-"""A way in which a tenant's records stand: under a key, or plain, which is `None`."""
+"""How some of a tenant's records are stored: under this key, or plain, which is `None`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Entry:
 
 
 class KeyRing:
-    """The keys of all tenants, as one reading of the source told them. Safe from any thread."""
+    """The keys of all tenants, from one reading of the source. Safe from any thread."""
 
     def __init__(self, entries: Mapping[str, Sequence[_Entry]]) -> None:
         self._entries = entries
@@ -62,8 +62,8 @@ class KeyRing:
         return sum(len(entries) for entries in self._entries.values())
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
-        """A tenant's keys, the current one first: records are written with it, and read with any. Empty: it has none,
-        and nothing of it can be stored.
+        """A tenant's keys, the current one first: records are written with it, and read with any. Empty: the tenant has
+        no key, and nothing of it can be stored.
         """
         found = self._generations.get(tenant)
         if found is None:
@@ -82,7 +82,7 @@ def parse_keys(text: str, where: str) -> KeyRing:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        # without the parser's words: they may show what stands there
+        # without the parser's message, which may quote a secret
         raise InvalidRequest("the keys are not TOML", field=_FIELD, source=where) from None
     listed = content.get("key")
     if set(content) != {"key"} or not isinstance(listed, list) or not listed:
@@ -145,12 +145,12 @@ def _read_entry(given: Any, where: str) -> tuple[str, _Entry]:
 
 
 class KeySource:
-    """The key ring as it is now. What turns out wrong is an error in the log, and what was read before goes on to
-    count: a typing mistake costs no hit and stores nothing under a wrong key.
+    """The current key ring. If the source becomes invalid, that is logged as an error and the last valid ring stays in
+    use: a typing mistake costs no hit and stores nothing under a wrong key.
 
     Args:
-        read: Returns the text, and what must change before it is worth reading again.
-        where: What errors call it.
+        read: Given the signature last seen, returns the text (`None`: nothing new to parse) and its signature.
+        where: What errors call the source.
         look_s: How often `refresh` should be called.
 
     Raises:
@@ -171,7 +171,7 @@ class KeySource:
         return self._ring
 
     def refresh(self) -> bool:
-        """Read again if there may be something new; true when there was. Blocks: for a thread of its own."""
+        """Read the source again if it may have changed; true if the ring is new. Blocks: not for the event loop."""
         with self._lock:
             try:
                 text, seen = self._read(self._seen)
@@ -206,7 +206,7 @@ class _FileReader:
         self._path = path
 
     def read(self, seen: object) -> tuple[str | None, object]:
-        """The text if the file is another one than was seen. A failure is told once."""
+        """The text if the file has changed since it was seen. A failure is logged once."""
         signature = self._signature()
         if seen is not None and (signature or _GONE) == seen:
             return None, seen
@@ -251,7 +251,7 @@ def _split(command: str) -> list[str]:
 
 
 def _run(argv: Sequence[str]) -> tuple[str | None, object]:
-    """A command's output, whose errors are the operator's to see and whose output nobody's."""
+    """A command's output, which no error may quote."""
     where = f"the command {argv[0]}"
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False)

@@ -1,4 +1,4 @@
-"""Ends leases whose time has passed, also when nobody asks: the bytes that they pin are needed."""
+"""Ends expired leases even when nobody uses the table: the bytes that they pin are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SWEEP_S = 1.0
 
 
 class LeaseSweep:
-    """Looks at a table now and then while it has leases.
+    """Sweeps a lease table every second while it has leases.
 
     Args:
         leases: The table.
-        background: Where the looking happens; after its end nothing is looked at.
+        background: Owns the task; once it is closed nothing is swept.
         meters: Counts `leases_expired`, `stage_refused{reason="leases"}`.
     """
 
@@ -31,14 +31,14 @@ class LeaseSweep:
         self._task: asyncio.Task[None] | None = None
 
     def is_full(self) -> bool:
-        """Whether a stage must be refused, counted."""
+        """Whether the table is full and a stage must be refused. Counts the refusal."""
         self._leases.sweep()
         if self._leases.full:
             self._meters.add("stage_refused", reason="leases")
         return self._leases.full
 
     def go_on(self) -> None:
-        """A lease was granted."""
+        """Keep sweeping: a lease was granted."""
         if self._task is None or self._task.done():
             with suppress(Closed):
                 self._task = self._background.spawn(self._run(), "lease sweep")

@@ -22,9 +22,9 @@ class _Lease:
     """One lease.
 
     Attributes:
-        pins: What it holds; a discarded key is taken out at once.
-        owner: Whose end also ends the lease; empty for nobody's.
-        ends_s: On the table's clock.
+        pins: What it holds; a discarded key is removed at once.
+        owner: The peer whose end also ends the lease; empty: none.
+        ends_s: When it expires, on the table's clock.
     """
 
     pins: dict[RecordKey, Pin]
@@ -61,7 +61,7 @@ class LeaseTable:
         return lease
 
     def renew(self, lease: LeaseId) -> bool:
-        """Start the lease's time anew. False: it has ended."""
+        """Start the lease's time again. False: it has ended."""
         held = self._live(lease)
         if held is None:
             return False
@@ -69,7 +69,7 @@ class LeaseTable:
         return True
 
     def record(self, lease: LeaseId, key: RecordKey) -> Record | None:
-        """A leased record; `None` when the lease has ended, does not hold `key`, or it was discarded since."""
+        """A leased record; `None`: the lease has ended, never held `key`, or the record was discarded since."""
         held = self._live(lease)
         if held is None or (pin := held.pins.get(key)) is None:
             return None
@@ -89,14 +89,23 @@ class LeaseTable:
             self.release(lease)
         return len(leases)
 
-    def forget(self, key: RecordKey) -> None:
-        """Take a record out of every lease: it is bad, nobody may load it any more."""
+    def forget(self, key: RecordKey) -> list[Record]:
+        """Remove a bad record from every lease: nobody may load it any more.
+
+        Returns:
+            What a reader who found it bad has seen, since readers name no bytes: what was leased under this name or,
+            when that lease has ended, what is in memory. None: it has left, and what was put since is not told apart.
+        """
+        leased: dict[int, Record] = {}
         for held in self._leases.values():
             if (pin := held.pins.pop(key, None)) is not None:
+                leased[id(pin.records[0])] = pin.records[0]
                 self._memory.unpin(pin)
+        in_memory = self._memory.peek(key)
+        return list(leased.values()) or ([in_memory] if in_memory is not None else [])
 
     def sweep(self) -> int:
-        """End what has expired; returns how many."""
+        """End all expired leases; returns how many."""
         now_s = self._clock.monotonic_s()
         ended = [lease for lease, held in self._leases.items() if held.ends_s <= now_s]
         for lease in ended:
@@ -110,7 +119,7 @@ class LeaseTable:
             self.release(lease)
 
     def _live(self, lease: LeaseId) -> _Lease | None:
-        """The lease, unless its time has passed: then it ends now, not only at the next sweep."""
+        """The lease, unless it has expired: then it ends now, not only at the next sweep."""
         held = self._leases.get(lease)
         if held is not None and held.ends_s <= self._clock.monotonic_s():
             self.release(lease)

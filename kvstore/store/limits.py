@@ -18,26 +18,26 @@ class StoreLimits:
             leave room in the memory tier for saves: three quarters of it at most.
         stage_records_in_flight: Records that are read from one tier at a time, over all stages.
         stage_bytes_in_flight: Bytes that are being read at a time, over all stages and tiers.
-        stall_timeout_s: A stage that sees no bytes for so long ends with what it has.
+        stall_timeout_s: A stage that sees no bytes for this long ends with what it has.
         fetch_timeout_s: One read of one record gives up after this.
         lease_s: A lease lasts this long unless it is renewed.
-        leases_max: Further stages are answered with nothing staged.
-        namespaces_max: Namespaces open at a time.
+        leases_max: Leases at a time; beyond, stages are answered with nothing staged.
+        namespaces_max: Namespaces open at a time; one more closes one that was unused for ten minutes.
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
         write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
         write_back_in_flight: Records that are written to one tier at a time.
         pending_bytes: Bytes of records that are pending over all services; beyond, records that are not on their way
             yet are dropped, counted: the hot tier must keep each until the cold tier has it.
         finish_bytes_in_flight: Bytes of others' write-backs that are being finished at a time.
-        write_back_attempts: After so many failures a record waits until others were written; if it then fails so often
-            again, it is dropped, counted. An outage, where nothing is written, drops nothing.
+        write_back_attempts: After this many failures a record waits until others were written; if it then fails as
+            often again, it is dropped, counted. An outage, in which nothing is written, drops nothing.
         write_back_timeout_s: One write of one record gives up after this.
         backoff_s_min: Pause after the first failure of a tier; it doubles with each further one.
-        backoff_s_max: The longest pause; so long after its return a tier is written to again at the latest.
+        backoff_s_max: The longest pause, and so the latest that writing resumes after a tier is back.
         drain_timeout_s: `aclose` gives the write-back this long.
         cold_probes: Heads per round of questions to the cold tier. Fewer cost less and take more rounds.
-        manifest_look_s: So often the hot tier is asked whether it still has all manifests; it gets again what it lacks.
-        absent_s: A record that turned out to be missing is not asked for again for so long.
+        manifest_look_s: How often the hot tier is checked for lost manifests, which are written again.
+        absent_s: How long a record that turned out to be missing is not asked for again.
     """
 
     stage_bytes: int = 512 * _MIB

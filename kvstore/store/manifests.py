@@ -1,4 +1,4 @@
-"""Manifests beside the records of each slower tier: written when a namespace is opened, and again where one is lost."""
+"""Manifests beside the records of each slower tier: written when a namespace is opened, and again if one is lost."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["Manifests"]
 
 
 class Manifests:
-    """Best effort: a manifest explains records to whoever has not opened their namespace, as a reindex. Loads and saves
-    do not depend on it.
+    """Best effort: a manifest describes records to readers that have not opened their namespace, e.g. a reindex. Loads
+    and saves do not depend on it.
 
     Args:
-        hot: A tier that may lose its manifests with all else, as by FLUSHALL, if there is one.
-        cold: Keeps them; where the hot tier has lost one that nobody has open here, it is copied from there.
-        recorder: The way to the catalog, which tells of namespaces.
+        hot: A tier that may lose its manifests with all else, e.g. by FLUSHALL, if there is one.
+        cold: Keeps them; what the hot tier has lost, and nobody has open here, is copied from it.
+        recorder: The way to the catalog, which lists namespaces.
         background: Owns tasks.
         meters: Where to count.
         limits: Times.
@@ -59,14 +59,19 @@ class Manifests:
             background.spawn(self._run(), "manifests")
 
     def open(self, namespace: NamespaceId, manifest: bytes) -> None:
-        """A namespace was opened: its manifest is going to stand in each tier."""
+        """Note that a namespace was opened, and write its manifest to each tier in the background."""
         self._open[namespace] = manifest
         for tier in (self._hot, self._cold):
             if tier is not None and (namespace, tier.name) not in self._kept:
                 self._background.spawn(self._keep(tier, namespace), f"manifest to {tier.name}")
 
+    def close(self, namespace: NamespaceId) -> None:
+        """A namespace is not used here any more: its manifests stand in the tiers, and are no longer looked after."""
+        self._open.pop(namespace, None)
+        self._kept = {kept for kept in self._kept if kept[0] != namespace}
+
     async def describe(self, namespace: NamespaceId, *, deadline: Deadline) -> NamespaceDescription | None:
-        """What a namespace is; `None`: no manifest of it can be read."""
+        """The description of a namespace; `None`: no manifest of it can be read."""
         try:
             manifest = await self.find(namespace, deadline=deadline)
             return parse_manifest(manifest, namespace) if manifest is not None else None
@@ -75,7 +80,7 @@ class Manifests:
             return None
 
     async def find(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        """The manifest of a namespace that is open here, or stands in a tier; `None`: nobody has it.
+        """The manifest of a namespace that is open here or known to a tier; `None`: nobody has it.
 
         Raises:
             Unavailable: A tier that might have it does not answer.
@@ -102,15 +107,18 @@ class Manifests:
                 await self._restore(self._hot, namespace)
 
     async def _keep(self, tier: Tier, namespace: NamespaceId) -> None:
+        manifest = self._open.get(namespace)
+        if manifest is None:  # closed meanwhile
+            return
         try:
-            await tier.put_manifest(namespace, self._open[namespace], deadline=self._deadline())
+            await tier.put_manifest(namespace, manifest, deadline=self._deadline())
         except KVStoreError:
             self._meters.add("manifest_failures", tier=tier.name)
         else:
             self._kept.add((namespace, tier.name))
 
     async def _told_of(self) -> Iterable[NamespaceId]:
-        """Those open here, and all that the catalog tells of."""
+        """The namespaces that are open here, and all in the catalog."""
         told = dict.fromkeys(self._open)
         if self._recorder is not None:
             with suppress(KVStoreError):  # the next look asks again

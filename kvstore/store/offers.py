@@ -24,7 +24,7 @@ def offers_of(
         names: Names of the memory, the hot and the cold tier.
         bits: `presence.groups_present()`, where the caller has it.
 
-    Each record is counted for the first tier that has it, with the mean size of its group's records that tiers told.
+    Each record counts for the first tier that has it, with the mean of its group's record sizes as far as tiers know.
     """
     query = presence.query
     if resume_tokens <= query.local_tokens:

@@ -1,4 +1,4 @@
-"""What an operator asks of a store beside the data path: each call a bounded piece of work on the store's own loop."""
+"""What operators ask of a store, beside the data path: each call is a bounded piece of work on the store's own loop."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from kvstore.tiers.wrap import GuardedTier
 __all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
 
 PIECE_RECORDS_MAX = 4096
-"""Records that one call may be about: some milliseconds of the loop, shared with whatever else it does."""
+"""Records per call: some milliseconds of the loop, shared with whatever else it does."""
 
 _PAUSE_RECORDS = 256
-"""After so many the loop gets a turn."""
+"""Records after which the event loop gets a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """How one tier is.
+    """The state of one tier.
 
     Attributes:
         name: `memory`, `redis`, `s3`, `filesystem`.
-        level: What it is to the catalog; `None`: this node's memory.
+        level: The catalog's name for it; `None`: this node's memory.
         is_open: Its breaker is open: it is left alone until a probe succeeds.
         usage: What it holds; `None`: it did not answer.
         reason: Why it did not.
-        waiting_records: Records that wait here to be written there.
+        waiting_records: Records in its write-back queue on this node.
         waiting_bytes: Their bytes.
-        is_paused: They wait because an operator said so.
+        is_paused: An operator has paused that queue.
     """
 
     name: str
@@ -61,11 +61,11 @@ class StoreOperations:
         memory: This node's memory.
         hot: The hot tier, if there is one.
         cold: The cold tier, if there is one.
-        manifests: Know descriptions.
+        manifests: Knows descriptions.
         explainer: Knows what became of requests.
-        saver: Is told what is not to be written any more.
+        saver: Told what is not to be written any more.
         meters: The store's counters, safe from any thread.
-        orders: What operators have ordered for all services; `None`: there is nowhere to write it.
+        orders: What operators have ordered for all services; `None`: there is nowhere to keep orders.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StoreOperations:
         orders: StandingOrders | None = None,
     ) -> None:
         self._memory = memory
-        # behind the catalog's back: whoever deletes here tells it
+        # past the wrapper that reports to the catalog: callers that delete here tell it themselves
         self._slower = {
             level: tier.inner if isinstance(tier, CataloguedTier) else tier
             for level, tier in ((Level.HOT, hot), (Level.COLD, cold))
@@ -95,7 +95,7 @@ class StoreOperations:
 
     @property
     def tier_names(self) -> dict[Level | None, str]:
-        """What each level is called; the memory is under `None`."""
+        """The tier's name for each level; `None` is the memory."""
         return {None: self._memory.name, **{level: tier.name for level, tier in self._slower.items()}}
 
     async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
@@ -107,7 +107,7 @@ class StoreOperations:
         return await self._explainer.explain(request, tenant, deadline)
 
     def outcomes(self, tenant: str | None) -> list[ToldOutcome]:
-        """What engines told of a tenant's latest requests, or of everybody's, newest first."""
+        """What engines reported of a tenant's latest requests, or of all tenants', newest first."""
         return self._explainer.latest(tenant)
 
     async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
@@ -124,8 +124,8 @@ class StoreOperations:
         return sizes
 
     async def forget(self, keys: Sequence[RecordKey]) -> int:
-        """Drop records from this node's memory and from what waits to be written; returns how many the memory had.
-        Whoever has leased one keeps it until the lease ends.
+        """Drop records from this node's memory and its write-back queues; returns how many the memory had.
+        A leased record stays readable until its lease ends.
 
         Raises:
             InvalidRequest: More than `PIECE_RECORDS_MAX`.
@@ -140,7 +140,7 @@ class StoreOperations:
         return num_dropped
 
     async def delete(self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline) -> None:
-        """Delete records from a slower tier. The caller has hidden them in the catalog, and tells it afterwards.
+        """Delete records from a slower tier. The caller has hidden them in the catalog, and reports the end to it.
 
         Raises:
             InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
@@ -150,7 +150,7 @@ class StoreOperations:
         await self._tier(level).delete_all(keys, deadline=deadline)
 
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
-        """How each tier is, the quickest first. One that does not answer costs the deadline, no more."""
+        """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
         states = await asyncio.gather(*(_state(tier, level, deadline) for level, tier in levels))
         waiting = self._saver.waiting()
@@ -179,7 +179,7 @@ class StoreOperations:
         return await self._tier(level).head(keys, deadline=deadline)
 
     async def pause(self, level: Level, *, is_paused: bool) -> None:
-        """Pause the write-back to a tier, or go on with it.
+        """Pause the write-back to a tier, or resume it.
 
         Raises:
             InvalidRequest: There is no such tier.
@@ -187,11 +187,11 @@ class StoreOperations:
         self._saver.pause(self._tier(level).name, is_paused=is_paused)
 
     async def left_to_write(self, level: Level, mark: int | None = None) -> tuple[int, int, bool]:
-        """How many records wait to be written to a tier, of those that had arrived at a mark.
+        """How many records that were queued for a tier before a mark are still to be written.
 
         Args:
             level: Which tier.
-            mark: From the first call; `None`: this is it.
+            mark: As the first call returned it; `None`: this is the first call.
 
         Returns:
             The number, the mark, and whether the write-back is paused.

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 UNKNOWN_BYTES = 4 << 20
-"""Taken for a record whose size no tier told: encoded records aim at 2 to 4 MiB."""
+"""Assumed for a record whose size no tier knows: encoded records aim at 2 to 4 MiB."""
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class Presence:
         memory: Slices in this node's memory.
         hot: Slices in the hot tier.
         cold: Slices in the cold tier; partly guessed.
-        num_bytes: For each group the sizes that tiers told, summed.
+        num_bytes: For each group the sum of the record sizes that tiers reported.
         num_sized: For each group how many sizes that were.
-        silent: Names of what was asked and did not answer.
+        silent: Names of the tiers that were asked and did not answer.
     """
 
     layout: Layout
@@ -72,12 +72,12 @@ class Presence:
         return [s for s in range(self.layout.groups[probe[1]].num_slices) if not held >> s & 1]
 
     def complete(self, probe: Probe) -> bool:
-        """Whether every slice is somewhere."""
+        """Whether every slice is in some tier."""
         held = self.memory.get(probe, 0) | self.hot.get(probe, 0) | self.cold.get(probe, 0)
         return held == (1 << self.layout.groups[probe[1]].num_slices) - 1
 
     def groups_present(self) -> list[int]:
-        """For each boundary a bit per group all of whose slices are somewhere."""
+        """For each boundary a bit per group all of whose slices are in some tier."""
         return groups_present(self.layout, len(self.query.boundaries), (self.memory, self.hot, self.cold))
 
     def resume_tokens(self, bits: Sequence[int] | None = None) -> int:
@@ -170,7 +170,7 @@ def _first_open_cell(layout: Layout, query: PrefixQuery, complete: Callable[[Pro
 
 
 def spread(num_items: int, limit: int) -> list[int]:
-    """Up to `limit` indexes of `num_items` ordered items, even, the first and the last among them."""
+    """Up to `limit` indexes of `num_items` ordered items, evenly spaced, the first and the last among them."""
     if num_items <= limit:
         return list(range(num_items))
     if limit < 2:

@@ -1,4 +1,4 @@
-"""Which policy ranks what leaves, and which rule says what comes: fixed ones, or `auto` by the lookups of this node."""
+"""Which eviction policy and which admission rule apply: fixed ones, or `auto`, chosen by the lookups of this node."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvstore.store.cold_admission import ColdAdmission
 __all__ = ["AutoChoice", "FixedChoice", "PolicyChoice", "candidates_of"]
 
 _WAITING_MAX = 65_536
-"""Boundaries of prompts that wait to be replayed, some 10 MB; beyond, the oldest prompts are not counted."""
+"""Boundaries of prompts that wait to be replayed, some 10 MB; beyond, the oldest prompts are dropped."""
 _REBUILD_AT = 2.0
-"""Copies are begun anew when what a budget holds has changed so many times over: they would be of the wrong size."""
+"""The candidates' copies start over when the level's capacity has changed by this factor: their size would be wrong."""
 
 
 def candidates_of(policy: str, rule: str) -> Sequence[Candidate]:
-    """What there is to choose from, where either may be `auto`."""
+    """The candidates that a policy and a rule allow, either of which may be `auto`."""
     chosen = [one for one in CANDIDATES if policy in (AUTO, one.policy) and rule in (AUTO, one.admission)]
     policies = dict.fromkeys(one.policy for one in CANDIDATES if policy in (AUTO, one.policy))
     return chosen or [Candidate(name, rule) for name in policies]  # a rule that `auto` does not try
@@ -37,7 +37,7 @@ class PolicyChoice(ABC):
     """What `Retention` asks at each round.
 
     Args:
-        admission: Told of the rule that is agreed upon; `None`: everything is let in.
+        admission: Told of the rule that is agreed upon; `None`: everything is admitted.
     """
 
     def __init__(self, admission: ColdAdmission | None = None) -> None:
@@ -47,7 +47,7 @@ class PolicyChoice(ABC):
     @property
     @abstractmethod
     def _candidate(self) -> Candidate:
-        """What is followed now."""
+        """The candidate that applies now."""
 
     @property
     def rule(self) -> str:
@@ -55,20 +55,20 @@ class PolicyChoice(ABC):
         return self._candidate.admission
 
     def make_policy(self) -> Policy:
-        """A fresh policy, of the kind that is followed now."""
+        """A new policy of the kind that applies now."""
         return self._candidate.make_policy()
 
     @abstractmethod
     def observe(self, query: PrefixQuery, layout: Layout) -> None:
-        """A prompt was looked up. Never waits."""
+        """Note that a prompt was looked up. Never waits."""
 
     async def settle(self, budget_bytes: int, boundary_bytes: int, *, is_near: bool) -> None:
         """Take what was observed into account.
 
         Args:
-            budget_bytes: Of the level.
-            boundary_bytes: Of a usual boundary there.
-            is_near: The level is as good as full.
+            budget_bytes: The level's budget.
+            boundary_bytes: Mean size of a boundary there.
+            is_near: The level is nearly full.
         """
         self._is_near = is_near
         if is_near and self._admission is not None:
@@ -81,10 +81,10 @@ class PolicyChoice(ABC):
 
 
 class FixedChoice(PolicyChoice):
-    """Always the same.
+    """Always the same candidate.
 
     Args:
-        candidate: What is followed, or the name of a policy that everything is let in to.
+        candidate: The candidate, or the name of a policy to combine with admitting everything.
         admission: As above.
     """
 
@@ -104,9 +104,9 @@ class AutoChoice(PolicyChoice):
     """Replays the prompts that were looked up here on copies of the candidates, off the event loop.
 
     Args:
-        candidates: What is tried. Where they have several admission rules, the leading one holds once the level is as
-            good as full: until then nothing is declined.
-        admission: As above. Without it only the candidates that let everything in are tried.
+        candidates: What is tried. If they have several admission rules, the leading one applies once the level is
+            nearly full: until then nothing is declined.
+        admission: As above. Without it only the candidates that admit everything are tried.
     """
 
     def __init__(self, candidates: Sequence[Candidate] = CANDIDATES, admission: ColdAdmission | None = None) -> None:
@@ -149,7 +149,7 @@ class AutoChoice(PolicyChoice):
             self._auto = Auto(self._candidates, budget_bytes=budget_bytes, boundary_bytes=max(1, boundary_bytes))
             self._built_for = room
         waiting, self._waiting, self._num_waiting = self._waiting, deque(), 0
-        # to the end even if the caller is cancelled: nobody else touches the copies meanwhile
+        # shielded: if cancelled the replay still runs to its end, and nothing else touches the copies meanwhile
         await asyncio.shield(asyncio.to_thread(self._replay, self._auto, waiting, boundary_bytes))
 
     def _replay(self, auto: Auto, prompts: deque[tuple[list[bytes], list[int]]], boundary_bytes: int) -> None:

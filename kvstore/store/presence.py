@@ -32,10 +32,10 @@ from kvstore.tiers.memory import MemoryTier
 __all__ = ["PresenceFinder"]
 
 _PAGE_ROUNDS_MAX = 4
-"""With 16 questions a round three narrow 4,096 pages down to one; holes within holes are left for `stage` to find."""
+"""With 16 questions a round, three rounds narrow 4,096 pages down to one; `stage` finds holes within holes."""
 
 _FIRST_ROUND_SHARE = 0.75
-"""Of a lookup's time, for the pages: a tier that hangs must leave time to ask the other one for the tails."""
+"""The pages' share of a lookup's time: a tier that hangs must leave time to ask the other one for the tails."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +45,8 @@ class _Asked:
     Attributes:
         tier: The tier.
         found: Where its answers go.
-        exact: Ask for every slice of every probe, else guess from few.
-        failed: It did not answer: it is not asked again.
+        exact: Ask for every slice of every probe; otherwise guess from a few.
+        failed: It did not answer, and is not asked again.
     """
 
     tier: Tier
@@ -62,9 +62,9 @@ class PresenceFinder:
     lacks: one batch of heads for the pages, one for the tails and states that still matter. A tier that is down, slow
     or closed is skipped and counted.
 
-    With a catalog, it is asked instead of them, for all boundaries at once. What it has is believed (`stage` finds
-    out); what it lacks as well, once it knows of everything that is stored. When it does not answer, the tiers are
-    asked.
+    A catalog, if there is one, is asked instead of the tiers, for all boundaries at once. What it has is believed
+    (`stage` finds out); so is what it lacks, once it knows of everything that is stored. When it does not answer, the
+    tiers are asked.
     """
 
     def __init__(
@@ -87,9 +87,7 @@ class PresenceFinder:
         self._catalog = catalog
 
     async def find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
-        """Return what is known when all tiers have answered, or at the deadline what is known then. Never raises
-        `Unavailable`.
-        """
+        """Return what is known once all tiers have answered, or at the deadline. Never raises `Unavailable`."""
         presence = Presence(layout, query)
         if self._catalog is not None:
             held = self._memory.prefixes()
@@ -113,7 +111,7 @@ class PresenceFinder:
             await asyncio.gather(*(self._ask_pages(presence, place, wanted, share) for place in asked))
             inner = inner_probes(layout, query, presence.complete)
             self._look_in_memory(presence, inner)
-        resume_tokens = presence.resume_tokens()  # a record that ends below lengthens nothing
+        resume_tokens = presence.resume_tokens()  # a record that ends below it would not lengthen the hit
         wanted = [
             probe
             for probe in inner
@@ -138,7 +136,7 @@ class PresenceFinder:
                 presence.memory[probe] = held
 
     async def _ask_pages(self, presence: Presence, place: _Asked, pages: Sequence[Probe], deadline: Deadline) -> None:
-        """Ask for pages: all of them, or a spread of each group's and then, by rounds, where the answer changes."""
+        """Ask for pages: for all of them, or for a spread of each group's and then, in rounds, where answers change."""
         if place.exact:
             await self._ask_exactly(presence, place, pages, deadline)
             return
@@ -190,7 +188,7 @@ class PresenceFinder:
         return [num_bytes is not None for num_bytes in sizes]
 
     def _guess(self, presence: Presence, place: _Asked, probes: Iterable[Probe]) -> None:
-        """Take all slices that memory lacks to be there, but for those that were found missing lately."""
+        """Assume that all slices that memory lacks are there, except those that were found missing lately."""
         for probe in probes:
             keys = presence.keys(probe)
             for slice_ in presence.missing(probe):

@@ -30,7 +30,7 @@ from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 __all__ = ["Promotion"]
 
 _REPLANS_MAX = 64
-"""Each new plan drops at least one record that turned out to be missing, so this bounds how ragged a prefix may be."""
+"""Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _NotRead:
-    """A record that none of its places delivered, and why: as `Holding.cut`."""
+    """A record that no tier delivered, and why: as `Holding.cut`."""
 
     cut: str
 
 
 class Promotion:
-    """Reads records from the slower tiers into memory: each once for any number of stages that want it.
+    """Reads records from the slower tiers into memory: each once, however many stages want it.
 
     Args:
         on_cold_hit: Called with each record that the cold tier delivered.
@@ -88,7 +88,7 @@ class Promotion:
         self._runs: set[StageRun] = set()
 
     async def stage(self, presence: Presence, deadline: Deadline, progress: Progress | None = None) -> Holding:
-        """Bring in the longest resume point that `presence` promises, and return what could be kept of the promise.
+        """Bring in what the longest resume point in `presence` needs, and return what arrived of it.
 
         Ends early when no bytes arrive for `stall_timeout_s`, and at the deadline; neither is an error.
 
@@ -112,12 +112,12 @@ class Promotion:
         return run.settle(self._memory)
 
     def drop(self, holding: Holding) -> None:
-        """Let go of a holding that nobody will lease."""
+        """Unpin a holding that nobody will lease."""
         for pin in holding.pins.values():
             self._memory.unpin(pin)
 
     async def _fetch_all(self, run: StageRun, presence: Presence) -> None:
-        """Plan, fetch, and plan again with what turned out to be missing, until a plan is wholly there."""
+        """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
         bits = presence.groups_present()
         for _ in range(_REPLANS_MAX):
             needed = self._plan(run, presence, bits)
@@ -128,8 +128,8 @@ class Promotion:
                 bits[index] &= ~(1 << group)
 
     def _plan(self, run: StageRun, presence: Presence, bits: Sequence[int]) -> list[Wanted]:
-        """The records of the longest resume point that this node can hold, and that are not pinned yet. What is pinned
-        and of no use for it is let go: it takes the place of what is.
+        """The records, not pinned yet, of the longest resume point that this node can hold. What is pinned but of no
+        use for that point is unpinned, to make room.
         """
         query, layout = presence.query, presence.layout
         group_bytes = [
@@ -192,7 +192,7 @@ class Promotion:
         return missed
 
     async def _fetch_one(self, run: StageRun, item: Wanted) -> str:
-        """Bring in one record; returns why it could not be, or nothing."""
+        """Bring in one record; returns why that failed, or an empty string."""
         read = await self._flights.run(item.key, lambda: self._read(item, run.layout))
         run.waiting.discard(item.key)
         if isinstance(read, _NotRead):
@@ -200,8 +200,8 @@ class Promotion:
         return self._keep(run, item, read)
 
     def _keep(self, run: StageRun, item: Wanted, read: _Read | None) -> str:
-        """Pin a record for this stage, between two awaits, so that nothing can evict it in between; returns why it
-        could not be, or nothing.
+        """Pin a record for this stage without suspending, so that nothing can evict it first; returns why that failed,
+        or an empty string.
         """
         if read is not None and self._memory.insert(read.record) is PutOutcome.FULL:
             self._meters.add("stage_refused", reason="memory_full")
@@ -245,18 +245,18 @@ class Promotion:
                 check_header(record.header, layout, item.tokens)
             except CorruptRecord as error:
                 cut = f"corrupt:{tier.name}"
-                await self._put_aside(tier, item.key, str(error.message))
+                await self._put_aside(tier, record, str(error.message))
                 continue
             self._meters.add("staged_records", tier=tier.name)
             self._meters.add("staged_bytes", record.num_bytes, tier=tier.name)
-            self._memory.insert(record)  # each stage that waits pins it; this also serves whoever asks in between
+            self._memory.insert(record)  # every waiting stage pins it; until then it serves other readers
             if tier is self._cold:
                 self._on_cold_hit(record)
             return _Read(record, tier.name)
         return _NotRead(cut)
 
     async def _read_from(self, tier: Tier, item: Wanted, seconds: float) -> Record | None:
-        """One read. `None`: it is not there, which is remembered for a while."""
+        """Read a record once from one tier. `None`: it is not there, which is remembered for a while."""
         grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes))
         try:
             async with self._gates[tier.name].turn():
@@ -279,16 +279,16 @@ class Promotion:
         return allocate
 
     def _note_bytes(self, key: RecordKey) -> None:
-        """Start the stall time anew of every stage that waits for this record."""
+        """Restart the stall timer of every stage that waits for this record."""
         for run in self._runs:
             if key in run.waiting:
                 run.touch()
 
-    async def _put_aside(self, tier: Tier, key: RecordKey, reason: str) -> None:
+    async def _put_aside(self, tier: Tier, record: Record, reason: str) -> None:
         self._meters.add("corrupt_records", tier=tier.name, reason=reason)
-        self._absent.add(key, self._limits.absent_s)
+        self._absent.add(record.key, self._limits.absent_s)
         deadline = Deadline.after(self._limits.fetch_timeout_s, self._clock)
         try:
-            await tier.quarantine(key, reason, deadline=deadline)
+            await tier.quarantine(record.key, reason, seen=record, deadline=deadline)
         except (Unavailable, Closed):
             self._meters.add("stage_tier_failures", tier=tier.name)

@@ -11,11 +11,11 @@ __all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason"]
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a word means.
+    """The meaning of a word.
 
     Attributes:
         why: One sentence.
-        advice: The next step to take; empty where there is nothing to do.
+        advice: The next step to take; empty: there is nothing to do.
     """
 
     why: str
@@ -60,13 +60,18 @@ REASONS = {
         "a record did not match its checksum: it was put aside, and nothing of it was used",
         "`kvstore verify` walks a whole tier; check the medium",
     ),
-    "gone": Reason("a record that the catalog told of was not there any more"),
+    "gone": Reason(
+        "a record that the catalog told of was not there any more", "nothing: it is computed, and saved anew"
+    ),
     "closed": Reason("the service was shutting down"),
     "load_failed": Reason(
         "the fetched pages could not be loaded into the engine's blocks and were recomputed", "see the engine's log"
     ),
     # it is not stored
-    "group_incomplete": Reason("of the pages that this point needs, not all groups are stored"),
+    "group_incomplete": Reason(
+        "of the pages that this point needs, not all groups are stored",
+        "wait, they may be on their way; else see saves and write_back_dropped in `kvstore status`",
+    ),
     "evicted": Reason("it was stored, and left when a byte budget was reached", "a larger budget, or a pin"),
     "quota": Reason("it was stored, and left when the tenant's quota was reached", "a larger quota, or a pin"),
     "expired": Reason("it was stored, and its time to live passed", "a longer time to live, or a pin"),
@@ -89,7 +94,10 @@ REASONS = {
         "the prompt is stored by an engine whose namespace differs from this one's",
         "make the engines equal in the fields named; docs/vllm.md tells what goes into a namespace",
     ),
-    "never_stored": Reason("it has not been stored, as far as is known"),
+    "never_stored": Reason(
+        "it has not been stored, as far as is known",
+        "if one like it was saved before: a date, an id or other tools near its start make it another prompt",
+    ),
     "no_key": Reason(
         "the tenant has no encryption key, so nothing of it is stored", "add one to encryption_keys: docs/encryption.md"
     ),
@@ -101,7 +109,10 @@ REASONS = {
         "records were written with a key that is not among encryption_keys any more, perhaps this one",
         "put the key back behind the current one: docs/encryption.md",
     ),
-    "nothing_stored": Reason("nothing usable was found; whether it was stored before is not known here"),
+    "nothing_stored": Reason(
+        "nothing usable was found; whether it was stored before is not known here",
+        "a Redis as hot, or a directory as cold, keeps a catalog, which tells more",
+    ),
     "catalog_incomplete": Reason(
         "the catalog does not know of everything that is stored", "`kvstore reindex` makes it anew from the records"
     ),
@@ -119,4 +130,4 @@ LEFT = {
     LeaveReason.SUPERSEDED: "superseded",
     LeaveReason.BROKEN: "broken",
 }
-"""The word for each way to leave."""
+"""The word for each reason to leave a level."""

@@ -1,4 +1,4 @@
-"""Tells the catalog what was stored, deleted and read: in order, many at a time, again when it did not answer."""
+"""Tells the catalog what was stored, deleted and read: in order, in batches, with retries."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ __all__ = ["Recorder"]
 
 _BATCH = 512
 _WAITING_MAX = 65_536
-"""Changes that wait for a catalog which does not answer, some 30 MiB; beyond, it is told that it lacks some."""
+"""Changes that may wait for a catalog that does not answer, some 30 MiB; beyond, the catalog is marked incomplete."""
 _CALL_S = 5.0
 _PAUSE_S_MAX = 5.0
 _CLOSE_S = 1.0
+_AGAIN_S = 1.0
+"""So long after a boundary that is being deleted has refused a record it is told of it again."""
 _USE_S = 5.0
-"""Reads are told so often: they are many, and nobody needs them sooner."""
+"""How often reads are reported: they are many, and nobody needs them sooner."""
 _QUERIES_KEPT = 64
 _PARENTS_KEPT = 200_000
 
 
 @dataclass(eq=False, slots=True)
 class _Told:
-    """A change on its way.
+    """A change on its way to the catalog.
 
     Attributes:
         change: What happened.
-        done: Set when the catalog knows: whether the change was taken; or when it will be told later: true.
+        done: Whether the catalog took the change, once it has answered; true at once when it can only be told later.
+        is_new: The record was stored just now: it must be told of, however long that takes.
     """
 
     change: Addition | Removal
     done: asyncio.Future[bool]
+    is_new: bool = False
 
 
 class Recorder:
     """The way from the store to its catalog. What cannot be told now is told later, in the same order; when too much
-    waits, the catalog is marked as not complete, so that nobody believes in what it lacks until a reindex.
+    waits, the catalog is marked incomplete, so that until a reindex nobody takes what it lacks for absent.
 
     Args:
         catalog: Whom to tell; stays the caller's.
@@ -81,7 +85,7 @@ class Recorder:
         return len(self._waiting)
 
     def knows(self, namespace: NamespaceId) -> bool:
-        """Whether it was registered here: the catalog refuses what is told of others."""
+        """Whether the namespace was registered here: the catalog refuses changes of any other."""
         return namespace in self._layouts
 
     def register(self, namespace: NamespaceId, layout: Layout, tenant: str) -> None:
@@ -100,30 +104,32 @@ class Recorder:
             self._registered.add(namespace)
 
     async def added(self, record: Record, level: Level, *, deadline: Deadline) -> bool:
-        """A level holds `record` now. False: its boundary is being deleted there, it must be put again.
+        """Tell that a level holds `record` now. False: its boundary is being deleted there, it must be put again.
 
-        Returns when the catalog knows, or when it could not be reached, or not before the deadline, and will be told
-        later.
+        Returns once the catalog knows. If it cannot be reached, or not before the deadline, it is told later.
         """
-        return await self.sized(record.key, level, record.num_bytes, record.header.span.stop, deadline=deadline)
+        key, tokens = record.key, record.header.span.stop
+        addition = Addition(key, level, record.num_bytes, tokens, self.below(key.prefix))
+        return await self._tell(addition, deadline, is_new=True)
 
     async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int, *, deadline: Deadline) -> bool:
-        """As `added`, for a record that somebody else stored."""
+        """As `added`, for a record that another process stored."""
         return await self._tell(Addition(key, level, num_bytes, tokens, self.below(key.prefix)), deadline)
 
     async def removed(
         self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None, *, deadline: Deadline
     ) -> None:
-        """A level holds a record no more. Returns as `added`."""
+        """Tell that a level no longer holds a record. Returns when `added` would."""
         await self._tell(Removal(key, level, num_bytes, reason), deadline)
 
     def dropped(self, keys: Iterable[RecordKey], level: Level) -> None:
-        """A tier let records go to stay within its bytes. Never waits."""
+        """Tell that a tier evicted records by itself. Never waits."""
         for key in keys:
-            self._queue(Removal(key, level, None, LeaveReason.EVICTED))
+            change = Removal(key, level, None, LeaveReason.EVICTED)
+            self._queue(_Told(change, asyncio.get_running_loop().create_future()))
 
     def used(self, namespace: NamespaceId, boundaries: Iterable[tuple[PrefixHash, int]]) -> None:
-        """Boundaries (prefix, tokens) were read. Never waits: told within seconds."""
+        """Tell, within seconds, that boundaries (prefix, tokens) were read. Never waits."""
         for prefix, tokens in boundaries:
             before = self._uses.get((namespace, prefix))
             hits = 1 + (before.hits if before is not None else 0)
@@ -153,27 +159,29 @@ class Recorder:
             if boundary.tokens % page_tokens == 0:
                 parent = boundary.prefix
 
-    async def _tell(self, change: Addition | Removal, deadline: Deadline) -> bool:
-        done = self._queue(change)
-        if done is None:
+    async def _tell(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
+        told = _Told(change, asyncio.get_running_loop().create_future(), is_new)
+        if not self._queue(told):
             return True
-        await asyncio.wait({done}, timeout=deadline.remaining_s)
-        return done.result() if done.done() else True
+        try:
+            await asyncio.wait({told.done}, timeout=deadline.remaining_s)
+        finally:
+            _resolve(told, True)
+        return told.done.result()
 
-    def _queue(self, change: Addition | Removal) -> asyncio.Future[bool] | None:
-        """Have it told in its turn; `None`: too much waits, it will never be."""
+    def _queue(self, told: _Told) -> bool:
+        """Queue a change. False: too much waits, the catalog will never learn of it."""
         if len(self._waiting) >= _WAITING_MAX:
             self._lost = True
             self._meters.add("catalog_changes_lost")
-            return None
-        told = _Told(change, asyncio.get_running_loop().create_future())
+            return False
         self._waiting.append(told)
         if self._flusher is None or self._flusher.done():
             self._flusher = self._background.spawn(self._flush(), "changes")
-        return told.done
+        return True
 
     async def _flush(self) -> None:
-        """Tell what waits, in order, until nothing does."""
+        """Send what waits, in order, until the queue is empty."""
         failures = 0
         while self._waiting:
             batch = [self._waiting[index] for index in range(min(_BATCH, len(self._waiting)))]
@@ -195,8 +203,15 @@ class Recorder:
             self.num_refused += taken.count(False)
             for told, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()
+                if not answer and told.is_new and told.done.done():  # nobody waits any more who would put it again
+                    self._background.spawn(self._tell_again(told), "change that was refused")
                 _resolve(told, answer)
             await self._confess()
+
+    async def _tell_again(self, told: _Told) -> None:
+        """Tell of a record that its boundary, which was being deleted, had no place for: it was not deleted with it."""
+        await asyncio.sleep(_AGAIN_S)
+        self._queue(told)
 
     async def _send(self, batch: list[_Told]) -> list[bool]:
         deadline = Deadline.after(_CALL_S, self._clock)
@@ -212,7 +227,7 @@ class Recorder:
         return [True] * len(batch)
 
     async def _confess(self) -> None:
-        """Some changes were never told: nobody may believe in what the catalog lacks."""
+        """Mark the catalog incomplete if changes were lost: what it lacks may be stored all the same."""
         if self._lost:
             try:
                 await self.catalog.set_complete(False, deadline=Deadline.after(_CALL_S, self._clock))
@@ -226,7 +241,7 @@ class Recorder:
             await self.tell_uses_now()
 
     async def tell_uses_now(self) -> None:
-        """Tell what was read since the last time; what cannot be told is forgotten, counted."""
+        """Report what was read since the last report; what cannot be reported is forgotten, counted."""
         uses, self._uses = self._uses, {}
         by_namespace: dict[NamespaceId, list[Use]] = {}
         for (namespace, _), use in uses.items():
@@ -246,7 +261,7 @@ class Recorder:
         return len(self._waiting)
 
     async def aclose(self) -> None:
-        """Give what waits a moment, then stop. Idempotent."""
+        """Drain for a moment, then stop. Idempotent."""
         await self.drain(Deadline.after(_CLOSE_S, self._clock))
         await self._background.aclose()
         for told in self._waiting:

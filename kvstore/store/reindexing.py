@@ -1,4 +1,4 @@
-"""Reindex: make a catalog what the tiers' records say, from a walk over them."""
+"""Reindex: rebuild a catalog from a walk over the records of a tier."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ReindexReport:
     Attributes:
         num_records: Records that were listed.
         num_bytes: Their bytes.
-        num_skipped: Of these, known to the catalog already: told by services, or by a run that was interrupted.
-        num_stale: Records that the catalog told of and that are not there: taken off.
-        num_resized: Groups of a boundary whose bytes the catalog had wrong: a record was replaced. Set right.
+        num_skipped: Of these, already in the catalog: from services, or from a run that was interrupted.
+        num_stale: Records in the catalog that are not there: removed from it.
+        num_resized: Groups of a boundary whose bytes the catalog had wrong, since a record was replaced: corrected.
         num_unknown: Records of namespaces without a readable manifest, which the catalog cannot hold.
         namespaces: Namespaces met, in hex.
         unknown_namespaces: Those without a manifest.
@@ -56,7 +56,7 @@ class ReindexReport:
 
 
 Seen = dict[tuple[NamespaceId, PrefixHash], dict[int, list[int]]]
-"""For each boundary and group the bits of its slices and their bytes."""
+"""For each boundary and group a bit per slice, and the bytes of these slices."""
 
 
 async def reindex_level(
@@ -68,33 +68,33 @@ async def reindex_level(
     manifests: Sequence[Tier] = (),
     tell: Callable[[ReindexReport], None] = lambda report: None,
 ) -> ReindexReport:
-    """Tell the catalog of every record of a tier that it lacks, and take off what is not there. Services may go on
-    meanwhile: what they store and delete they tell themselves, and what was used since the start is not taken off.
+    """Add every record of a tier that the catalog lacks, and remove what is not there. Services may keep running: they
+    report what they store and delete themselves, and what the walk did not see is looked for before it is removed. No
+    clock is asked: those of the services and of this process need not agree.
 
-    Interrupted and called again, it lists again and goes on telling where it was, whatever the tier's order: what the
-    catalog has by then is only read. Every boundary that was listed is remembered until the end
-    (docs/catalog.md tells what that takes). Positions and parents are learnt when the records are read.
+    Interrupted and called again, it lists everything again but adds only what the catalog still lacks, whatever the
+    tier's order. Every boundary that was listed is remembered until the end (docs/catalog.md says what that takes).
+    Positions and parents are learnt when the records are read.
 
     Args:
-        catalog: Where to tell.
+        catalog: The catalog to rebuild.
         tier: What to walk over.
-        level: What the tier is to the catalog.
-        clock: For deadlines, and for what was used since.
-        manifests: Further tiers to ask for a manifest that this one lacks, as a Redis after FLUSHALL does.
-        tell: Called with the report so far, after every few records that the catalog was told of.
+        level: The catalog's name for the tier.
+        clock: For deadlines.
+        manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
+        tell: Called with the report so far, after each batch.
 
     Raises:
-        Unavailable: The tier or the catalog failed several times in a row: run it again, it goes on.
+        Unavailable: The tier or the catalog failed several times in a row; call it again to continue.
     """
-    walk = _Walk(catalog, tier, level, [tier, *manifests], clock=clock)
-    started_s = clock.wall_ms() // 1000
+    walk = _Walk(catalog, level, [tier, *manifests], clock=clock)
     async for entry in tier.scan():
         if await walk.see(entry):
             await walk.flush()
             tell(walk.report)
     await walk.flush()
     for namespace in await walk.namespaces():
-        await walk.sweep(namespace, started_s)
+        await walk.sweep(namespace)
     tell(walk.report)
     return walk.report
 
@@ -119,18 +119,19 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
 class _Walk:
     """One run over one level."""
 
-    def __init__(self, catalog: Catalog, tier: Tier, level: Level, manifests: Sequence[Tier], *, clock: Clock) -> None:
+    def __init__(self, catalog: Catalog, level: Level, manifests: Sequence[Tier], *, clock: Clock) -> None:
         self.report = ReindexReport()
         self._known: dict[NamespaceId, bool] = {}
         self._catalog = catalog
         self._manifests = manifests
+        self._tier = manifests[0]
         self._level = level
         self._clock = clock
         self._seen: Seen = {}
         self._batch: list[Addition] = []
 
     async def see(self, entry: Entry) -> bool:
-        """Take one record; true when enough were taken for a `flush`."""
+        """Take one record; true once there are enough for a `flush`."""
         key, report = entry.key, self.report
         report.num_records += 1
         report.num_bytes += entry.num_bytes
@@ -176,33 +177,77 @@ class _Walk:
         return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
     async def namespaces(self) -> list[NamespaceId]:
-        """Those that were met, and those of which nothing was met though the catalog may tell of them."""
+        """The namespaces that were met, and those that only the catalog has."""
         told = await self._patiently(lambda deadline: self._catalog.namespaces(deadline=deadline))
         return list(dict.fromkeys([*self._known, *told]))
 
-    async def sweep(self, namespace: NamespaceId, started_s: int) -> None:
-        """Take off what the catalog tells of a level and the walk did not see, and set bytes right."""
+    async def sweep(self, namespace: NamespaceId) -> None:
+        """Remove what the catalog has at the level and is not there, and correct byte counts."""
         if not await self._is_known(namespace):
             return
-        found = _Corrections()
+        suspects: list[BoundaryEntry] = []
+        num_records = 0
         async for entry in self._catalog.iterate(namespace):
-            if entry.last_use_s < started_s and self._level not in entry.leaving:
+            found = _Corrections()
+            if self._level not in entry.leaving:
                 found.note(entry, self._level, self._seen.get((namespace, entry.prefix), {}))
-            if len(found.removals) >= _BATCH:
-                await self._correct(found)
-                found = _Corrections()
-        await self._correct(found)
+            if found.removals:
+                suspects.append(entry)
+                num_records += entry.num_records(self._level)
+            if num_records >= _BATCH:
+                await self._correct(suspects)
+                suspects, num_records = [], 0
+        await self._correct(suspects)
 
-    async def _correct(self, found: _Corrections) -> None:
+    async def _correct(self, suspects: list[BoundaryEntry]) -> None:
+        """Look for the records of entries that differ from what the walk saw: they may have come or left since."""
+        sizes = await self._sizes([key for entry in suspects for key in entry.keys(self._level)])
+        found = _Corrections()
+        for entry in suspects:
+            found.note(entry, self._level, self._there(entry, sizes))
         if found.removals:
             await self._patiently(lambda deadline: self._catalog.remove(found.removals, deadline=deadline))
+        # what was put between our look and our word has perhaps been told of before us
+        replaced = {one.key for one in found.additions}
+        gone = [one.key for one in found.removals if one.key not in replaced]
+        for key, size in (await self._sizes(gone)).items():
+            if size is not None and (num_bytes := size or await self._read_bytes(key)):
+                found.additions.append(Addition(key, self._level, num_bytes, 0))
         if found.additions:
             await self._patiently(lambda deadline: self._catalog.add(found.additions, deadline=deadline))
         self.report.num_stale += len(found.removals) - len(found.additions)
-        self.report.num_resized += len(found.additions)
+        self.report.num_resized += len(replaced)
+
+    async def _sizes(self, keys: list[RecordKey]) -> dict[RecordKey, int | None]:
+        """As `Tier.head`."""
+        sizes = await self._patiently(lambda deadline: self._tier.head(keys, deadline=deadline))
+        return dict(zip(keys, sizes, strict=True))
+
+    async def _read_bytes(self, key: RecordKey) -> int:
+        """Bytes of a record whose size `head` does not know; 0: it is not there."""
+        record = await self._patiently(lambda deadline: self._tier.get(key, deadline=deadline))
+        return record.num_bytes if record is not None else 0
+
+    def _there(self, entry: BoundaryEntry, sizes: dict[RecordKey, int | None]) -> dict[int, list[int]]:
+        """What is there of an entry, as `_seen`; where `head` knows no size, the walk's bytes if it saw the same."""
+        seen = self._seen.get((entry.namespace, entry.prefix), {})
+        there: dict[int, list[int]] = {}
+        unknown: set[int] = set()
+        for key in entry.keys(self._level):
+            size = sizes[key]
+            if size is not None:
+                sums = there.setdefault(key.group, [0, 0])
+                sums[0] |= 1 << key.slice
+                sums[1] += size
+                unknown.update([key.group] if size == 0 else [])
+        for group in unknown:
+            bits, told_bytes = there[group][0], entry.group_bytes[self._level][group]
+            seen_bits, seen_bytes = seen.get(group, (0, 0))
+            there[group][1] = seen_bytes if bits == seen_bits else told_bytes
+        return there
 
     async def _is_known(self, namespace: NamespaceId) -> bool:
-        """Whether the namespace's manifest could be read, and so the catalog knows its layout."""
+        """Whether the namespace's manifest could be read, so that the catalog knows its layout."""
         if namespace not in self._known:
             described = await self._description(namespace)
             if described is not None:
@@ -238,14 +283,14 @@ class _Walk:
 
 
 class _Corrections:
-    """What to tell the catalog so that entries are what was seen; removals go first."""
+    """The changes that make catalog entries match what was seen; removals go first."""
 
     def __init__(self) -> None:
         self.removals: list[Removal] = []
         self.additions: list[Addition] = []
 
     def note(self, entry: BoundaryEntry, level: Level, seen: dict[int, list[int]]) -> None:
-        """Compare an entry with what was seen of it: together these take off all but the bytes that were."""
+        """Compare an entry with what was seen of it: the changes together leave exactly the bytes that were seen."""
         for group, held in enumerate(entry.slices[level]):
             bits, num_bytes = seen.get(group, (0, 0))
             told_bytes = entry.group_bytes[level][group]

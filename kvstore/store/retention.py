@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 from kvstore.catalog.base import BoundaryEntry, Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
@@ -28,35 +29,37 @@ from kvstore.tiers.base import Tier
 
 __all__ = ["Retention"]
 
+_log = logging.getLogger(__name__)
+
 _CALL_S = 10.0
 _FRESH_S = 10
 _MENDED_S, _MENDED_S_MAX = 60, 3600
-"""What serves no hit is left alone for so long: what it lacks may be on its way. So long after something left it is
-looked for what has lost its start meanwhile; in vain, twice as long after."""
+"""How long a boundary that serves no hit is left alone, since what it lacks may be on its way. Also the time from an
+eviction to the search for boundaries that have lost their start; each search that evicts nothing doubles it."""
 _BUSY_S = 0.1
 _LOOK_SHARE = 0.1
-"""Of the time, for looks at the totals while others write: over all slots of a cluster they cost something."""
+"""Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
 _READ_AT_ONCE = 64
 
 
 class Retention:
     """Applies rules to one level, from the catalog's totals and entries.
 
-    What leaves does so as `Departures` says. What was used since the catalog was read stays, and so does all below it.
+    `Departures` deletes what leaves. What was used since the catalog was read stays, and so does all below it.
 
     Args:
-        tier: Where to delete; a tier that does not itself tell the catalog.
-        level: What the tier is to the catalog.
-        catalog: What is held; stays the caller's.
+        tier: Where to delete; not wrapped in a `CataloguedTier`.
+        level: The catalog's name for the tier.
+        catalog: Knows what is held; stays the caller's.
         ownership: Leases on namespaces among the services that share the tier.
         rules: Budgets and times.
-        choice: Which policy ranks what is free to leave.
-        num_refused: How many additions the catalog has refused so far because their boundary is being deleted: one that
-            nobody goes on deleting takes no record any more.
+        choice: The policy that ranks what may leave.
+        num_refused: How many additions the catalog has refused so far because their boundary is being deleted. A new
+            one starts a round: a boundary whose deletion was abandoned would refuse records for ever.
         meters: Where to count: `retention_boundaries{tier,reason} retention_bytes{tier,reason}
             retention_failures{tier}`.
         clock: For time to live, pins and deadlines.
-        room: Told how much is held and what has left; `None`: nobody waits for it.
+        room: Told how much is held and what has left; `None`: no writer waits for eviction.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Retention:
         self._background.spawn(self._run(), "rounds")
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
-        """Hold these from the next round on."""
+        """Apply these quotas from the next round on."""
         self._rules = replace(self._rules, quotas=quotas)
 
     async def _run(self) -> None:
@@ -110,7 +113,9 @@ class Retention:
             is_stuck, started_s = True, self._clock.monotonic_s()
             try:
                 is_stuck = await self.round() == 0 and self._is_over
-            except (Unavailable, Closed, CorruptRecord):
+            except KVStoreError as error:
+                if not isinstance(error, Unavailable | Closed):
+                    _log.warning("a round of retention was cut short, the next one tries again: %s", error)
                 self._meters.add("retention_failures", tier=self._tier.name)
                 self._departures.has_unfinished = True  # what was hidden before it failed
                 if self._room is not None:
@@ -122,13 +127,13 @@ class Retention:
                 await self._room.wanted(self._look_s(self._clock.monotonic_s() - started_s))
 
     def _look_s(self, took_s: float) -> float:
-        """The time to the next look: others' writes are seen in the totals alone, so often while there are any."""
+        """Seconds to the next look. Others' writes show in the totals only, so look often while these grow."""
         if self._rules.is_private or not self._has_grown:
             return self._rules.period_s
         return min(self._rules.period_s, max(_BUSY_S, took_s / _LOOK_SHARE))
 
     async def round(self) -> int:
-        """Look once, and evict what is over; returns the bytes that left.
+        """Look once, and evict what is over budget, quota or age; returns the bytes freed.
 
         Raises:
             Unavailable: The catalog did not answer. What was begun is finished by a later round.
@@ -175,8 +180,8 @@ class Retention:
             with collector_paused():
                 entries, left = await self._entries()
                 if len(self._owned) == sum(map(bool, held.values())):
-                    self._num_seen = num_refused  # else who owns the others is asked again, until they are gone or ours
-                # of what all owners together must free, the share of what is owned here
+                    self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
+                # our share of what all owners together must free
                 own = sum(held[namespace] for namespace in self._owned)
                 free_bytes = int(excess / self._cost) * own // max(1, stored) - left
                 elsewhere = {
@@ -200,7 +205,7 @@ class Retention:
         return left
 
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:
-        """What is owned here, and the bytes of what somebody, perhaps an earlier self, had hidden and not finished."""
+        """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""
         entries: list[BoundaryEntry] = []
         left = 0
         for namespace in self._owned:
@@ -220,14 +225,14 @@ class Retention:
         free_bytes: int,
         elsewhere: Mapping[str, int],
     ) -> LeavingPlan:
-        """What leaves, worked out off the loop, which a million entries would stop for seconds. If that is enough,
-        nothing that is new, since more of it may be on its way from any service; and nothing that is written here.
+        """What leaves. Computed in a thread: a million entries would stop the loop for seconds. Boundaries that are
+        written here stay; new ones stay if evicting others is enough, since more of them may be on its way.
         """
         room, now_s = self._room, self._now_s()
         writing = set(room.boundaries_in_flight()) if room is not None else set()
         recent = room.boundaries_in_work() if room is not None else frozenset()
         order = room.order() if room is not None else None
-        # asked after the entries were read: what is missing among them may be stored all the same
+        # asked after the entries were read: in an incomplete catalog a missing one may be stored all the same
         is_complete = await self._catalog.is_complete(deadline=self._deadline())
 
         def work() -> LeavingPlan:
@@ -257,14 +262,15 @@ class Retention:
         return await asyncio.to_thread(work)
 
     def _mend_later(self, left_bytes: int, plan: LeavingPlan) -> None:
-        """When to look for what serves no hit again: it lost its start while it came, and nothing need be full then."""
+        """Schedule the next search for boundaries that serve no hit. One whose start left while it was being written
+        may be found by nothing else: the level need not be full."""
         if left_bytes:
             self._mend_s = _MENDED_S
         self._mend_at_s = self._now_s() + self._mend_s if left_bytes or plan.has_broken else float("inf")
         self._mend_s = min(2 * self._mend_s, _MENDED_S_MAX)
 
     async def _used_bytes(self, stored: int) -> int:
-        """What the level takes of its budget: what its records have, or what the medium says they take."""
+        """What the level uses of its budget: the bytes of its records, or what the medium says they occupy."""
         if not self._rules.is_private:
             return stored
         used = (await self._tier.usage(deadline=self._deadline())).used_bytes or stored
@@ -287,8 +293,8 @@ class Retention:
         return any(maximum is not None and taken > maximum for taken, maximum in maxima)
 
     async def _know(self, namespace: NamespaceId) -> bool:
-        """Whether this service's side of the catalog can read the namespace; what no engine has opened here is
-        described by its manifest. Without one, whoever has opened it sees to it.
+        """Whether this service can read the namespace's entries. One that no engine has opened here is registered from
+        its manifest; without a manifest it is left to a service on which it is open.
         """
         if namespace in self._known:
             return True

@@ -18,7 +18,7 @@ __all__ = ["Leaver", "LeavingPlan", "broken_of", "incomplete_of", "plan_leaving"
 
 _SORTED_S = 256
 _SORTED_AT_ONCE = 1024
-"""Entries of so many seconds, and so many of them, are sorted at a time, which takes about a millisecond."""
+"""Entries are sorted in pieces that span this many seconds and hold this many: about a millisecond each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Leaver:
     """A boundary that is to leave.
 
     Attributes:
-        entry: As the catalog had it.
+        entry: The catalog's entry for it.
         reason: Why.
-        parent: Index among all leavers of the boundary below it, which may only leave once this one has; `None`: that
-            one stays.
+        parent: Index, among all leavers, of the boundary below it, which may only leave after this one; `None`: that
+            boundary stays.
     """
 
     entry: BoundaryEntry
@@ -37,7 +37,7 @@ class Leaver:
     parent: int | None = None
 
     def leaving(self, place: Mapping[int, int]) -> Leaving:
-        """As the catalog is told, among those with a place."""
+        """The catalog's form of it, with the parent given as its place in the same call, if it has one."""
         below = None if self.parent is None else place.get(self.parent)
         return Leaving(self.entry.namespace, self.entry.prefix, self.entry.last_use_s, below)
 
@@ -49,7 +49,7 @@ class LeavingPlan:
     Attributes:
         leavers: Each before the boundary below it.
         is_enough: Budget and quotas are met once they have left.
-        has_broken: Boundaries that serve no hit stay for now.
+        has_broken: Whether there are boundaries that serve no hit.
     """
 
     leavers: list[Leaver]
@@ -76,19 +76,19 @@ def plan_leaving(
     """Choose what leaves, ends of prefixes first; nothing that is pinned, nor what a pinned boundary needs.
 
     Args:
-        entries: What is held; entries without records at the level are passed over.
+        entries: What is held; entries without records at the level are skipped.
         level: Where room is needed.
-        tenants: Of each namespace.
-        free_bytes: How many bytes shall leave to meet the budget; 0 or less: none.
-        quotas: What is guaranteed to tenants, and what they may take.
-        ttl_s: What was unused for so long leaves; `None`: no limit.
+        tenants: The tenant of each namespace.
+        free_bytes: Bytes to free to meet the budget; 0 or less: none.
+        quotas: What each tenant is guaranteed, and the most it may hold.
+        ttl_s: What was unused for longer leaves; `None`: no limit.
         now_s: Seconds since the Unix epoch.
-        make_policy: Ranks what is free to leave.
+        make_policy: Makes the policy that ranks what may leave.
         kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
-        kept_since_s: So do those that were first stored later; `None`: they do not.
+        kept_since_s: Boundaries first stored after this time stay too; `None`: they may leave.
         broken: Names of boundaries that serve no hit: they leave whether room is needed or not.
-        order: Of boundaries used in the same second, from 0 to 1.
-        elsewhere: Bytes that tenants with a quota take beside these entries.
+        order: Ranks boundaries used in the same second, from 0 to 1.
+        elsewhere: Bytes that tenants with a quota hold beyond these entries.
 
     Returns:
         Less than asked for when the rest is pinned.
@@ -139,8 +139,8 @@ def plan_leaving(
 
 
 def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: Level) -> Set[bytes]:
-    """Of the boundaries that were written lately (namespace and prefix), those with fewer records than the most that a
-    boundary of their namespace has: more may be on their way.
+    """Of the recently written boundaries (names of namespace and prefix), those with fewer records than the fullest
+    boundary of their namespace: more may be on their way.
     """
     most: dict[bytes, int] = {}
     records: dict[bytes, tuple[bytes, int]] = {}
@@ -153,12 +153,12 @@ def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: L
 
 
 def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dict[bytes, int]:
-    """Names (namespace and prefix) of boundaries that serve no hit from a level, and when they were used last: the one
-    below is not there, or slices of a group are missing that others of the namespace have; and of all that stands on
-    such a one.
+    """Names (namespace and prefix) of boundaries that serve no hit from a level, and when they were last used: the
+    boundary below is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries above
+    such a one are included.
 
-    A boundary whose parent is not known, or that lacks a group altogether, is not one of them: states are not saved
-    at every page. Nor is one that is pinned.
+    Not included are boundaries that are pinned, whose parent is not known, or that lack a group altogether: states are
+    not saved at every page.
     """
     held = _Held((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
     most: dict[bytes, list[int]] = {}
@@ -181,15 +181,15 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
 
 
 def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
-    """Whether each group that is there at all has as many slices as in any other boundary."""
+    """Whether each group that is there at all has as many slices as the group has in any other boundary."""
     return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[level], most, strict=True))
 
 
 class _Held:
-    """Boundaries by number, name and parent. Made, and let go, in steps so small that other threads go on meanwhile.
+    """Boundaries by number, name and parent. Built and freed in steps small enough for other threads to run meanwhile.
 
     Args:
-        listed: Names (namespace and prefix) with their entries; of one that comes twice the first counts.
+        listed: Names (namespace and prefix) with their entries; of duplicates the first counts.
     """
 
     def __init__(self, listed: Iterable[tuple[bytes, BoundaryEntry]]) -> None:
@@ -205,12 +205,12 @@ class _Held:
         return self.entries[self._indexes[name]]
 
     def below(self, index: int) -> int | None:
-        """The parent, where it is held."""
+        """The index of the parent, if that is held."""
         entry = self.entries[index]
         return None if entry.parent is None else self._indexes.get(entry.namespace + entry.parent)
 
     def parents_first(self) -> Iterator[int]:
-        """As they were listed, but for parents, which come before their ends."""
+        """Indexes in the order of listing, except that parents come before their children."""
         done = bytearray(len(self.names))
         for index in range(len(self.names)):
             chain: list[int] = []
@@ -222,15 +222,15 @@ class _Held:
             yield from reversed(chain)
 
     def let_go(self) -> None:
-        """Of no use afterwards."""
+        """Free everything; unusable afterwards."""
         let_go(self.names, self.entries, self._indexes)
 
 
 def _longest_unused_first(
     entries: Iterable[BoundaryEntry], level: Level, order: Mapping[bytes, float]
 ) -> Iterator[tuple[bytes, BoundaryEntry]]:
-    """With their names, so that a policy sees the past as it was. Sorted in pieces: one sort of them all would stop all
-    other threads.
+    """Entries with their names, in the order of their last use, as a policy expects. Sorted in pieces: one sort of them
+    all would stop all other threads.
     """
     spans: dict[int, list[tuple[tuple[int, float, int, bytes], BoundaryEntry]]] = {}
     for entry in entries:

@@ -13,7 +13,7 @@ __all__ = ["RetentionRules", "shares"]
 _SLACK_SHARE_MIN, _SLACK_SHARE_MAX = 0.03, 0.08
 _EVICTED_SHARE_MIN, _EVICTED_SHARE_MAX = 0.06, 0.2
 _AHEAD_BYTES = 256 << 20
-"""What may be written while a round works, and what it should be worth: a round takes a tenth of a second at least."""
+"""What may be written during a round, and the least a round should free: it takes a tenth of a second at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +21,14 @@ class RetentionRules:
     """What a level may hold.
 
     Attributes:
-        budget_bytes: Of all records; `None`: no limit.
-        quotas: By tenant: what is kept for it, and what it may take at most.
-        ttl_s: What was neither stored nor read for so long leaves; `None`: no limit.
-        start_share: Of the budget: eviction starts above, so that it is ahead of what comes while it works.
-        stop_share: Of the budget: and goes on down to this, since each start reads the whole catalog.
-        period_s: The totals are looked at so often, and at once when a put finds too little room.
-        is_private: The tier has one owner, this process, and a bound of its own: what it says is used counts, whole
-            blocks and all, and nothing leaves while the catalog may lack records.
+        budget_bytes: For all records together; `None`: no limit.
+        quotas: By tenant: what it is guaranteed, and the most it may hold.
+        ttl_s: What was neither stored nor read for longer leaves; `None`: no limit.
+        start_share: Share of the budget above which eviction starts, early enough to keep ahead of new records.
+        stop_share: Share of the budget down to which it continues, since each start reads the whole catalog.
+        period_s: How often the totals are read; also at once when a put finds too little room.
+        is_private: This process is the tier's only owner, and what the medium says is used counts, whole blocks
+            included. Nothing leaves while the catalog may lack records.
     """
 
     budget_bytes: int | None = None
@@ -49,20 +49,20 @@ class RetentionRules:
 
     @property
     def near_share(self) -> float:
-        """Of the budget: above it the level is as good as full, also when a round has just ended."""
+        """Share of the budget above which the level counts as nearly full, even just after a round."""
         return self.stop_share - (self.start_share - self.stop_share) / 2
 
     @property
     def hold_nothing(self) -> bool:
-        """Whether there is neither a budget nor a time nor a quota to keep to: then nobody need look."""
+        """Whether there is no budget, time to live or quota to apply."""
         return self.budget_bytes is None and self.ttl_s is None and not self.quotas
 
     def excess_bytes(self, used_bytes: int, start_bytes: int | None = None) -> int:
-        """What must leave when so much is used; 0: nothing.
+        """Bytes that must leave; 0: none.
 
         Args:
-            used_bytes: Of the budget.
-            start_bytes: Where eviction starts now, and by as much earlier it stops; `None`: as the rules say.
+            used_bytes: Bytes used of the budget.
+            start_bytes: Above this eviction starts now; where it stops is lowered by as much. `None`: as the rules say.
         """
         if self.budget_bytes is None:
             return 0
@@ -73,8 +73,8 @@ class RetentionRules:
 
 
 def shares(budget_bytes: int) -> tuple[float, float]:
-    """Of the budget, where eviction should start and where it should stop: 3% below it and 6% below that, or up to 8%
-    and 20% of a small one, which is full again very soon.
+    """Shares of the budget at which eviction should start and stop: 3% below it and 6% below that, or up to 8% and 20%
+    for a small one, which is soon full again.
     """
     ahead = _AHEAD_BYTES / budget_bytes
     start = 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, ahead))

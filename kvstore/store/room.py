@@ -1,4 +1,4 @@
-"""How much more a bounded level takes: who writes there waits here until eviction has caught up."""
+"""Back-pressure for a level with a budget: writers wait here until eviction has caught up."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from kvstore.runtime.deadline import Deadline
 __all__ = ["Room"]
 
 _WAIT_SHARE = 0.5
-"""Of a put's time, for waiting; the rest is for the put itself."""
+"""The share of a put's time spent on waiting; the rest is for the put itself."""
 _COMPLETE_S = 1.0
-"""The records of one boundary come from several ranks: so long after one of them, another may be on its way."""
+"""The records of a boundary come from several ranks: within this time of one, another may be on its way."""
 _RECENT_MAX = 16_384
 _EARLIER_FIRST, _EARLIER_MAX = 1 / 64, 1 / 8
-"""Of the budget: how much earlier eviction is asked for after somebody had to wait, and at most."""
+"""Shares of the budget by which eviction is asked for earlier: after a writer first had to wait, and at most."""
 _EARLIER_KEPT = 15 / 16
-"""Of that, after a round in which nobody had to."""
+"""What is kept of that share after a round in which no writer had to wait."""
 _PRESUMED_S_MAX = 2.0
-"""For so long after a look others are presumed to write on as they did before it."""
+"""How long after a look others are presumed to keep writing at the rate seen before it."""
 _RATE_KEPT = 0.5
-"""Of the rate at which others wrote, at each look that sees less."""
+"""The least that is kept of that rate at each look, even if the look saw less."""
 
 
 class Room:
-    """Counts what a level holds between two looks at its totals, and lets nothing be written beyond its budget.
+    """Tracks what a level holds between two looks at its totals, and admits no put beyond its budget.
 
-    What others have written since the last look is presumed, from what they wrote before it: a put for which it would
-    be too much has the totals read again.
+    What others have written since the last look is extrapolated from what they wrote before it; a put that then does
+    not fit has the totals read again.
 
-    Eviction is asked for when the level is nearly full, and earlier where writers had to wait for it nevertheless, so
-    that waiting is rare. Whoever evicts says when nothing can leave (all is pinned): then a put that does not fit is
-    refused at once. While the books cannot be read the level is not bounded here.
+    Eviction is asked for when the level is nearly full, and earlier if writers had to wait for it all the same, so that
+    waiting is rare. Retention says when nothing can leave (all is pinned): then a put that does not fit is refused at
+    once. While the totals cannot be read, everything is admitted.
 
     Args:
         budget_bytes: What the level may hold, in the unit of `settle`.
-        start_bytes: Above it, eviction is asked for, at the latest.
+        start_bytes: Above this eviction is asked for, at the latest.
         clock: For what is recent.
         is_shared: Whether others write to the level too.
     """
@@ -48,7 +48,7 @@ class Room:
     def __init__(self, budget_bytes: int, start_bytes: int, clock: Clock, *, is_shared: bool = False) -> None:
         self.budget_bytes = budget_bytes
         self.ended_bytes = 0
-        """Of all puts that have stored something so far: what ended while totals were read may not be in them."""
+        """Bytes that all puts have stored so far: what was stored while totals were read may not be in them."""
         self._start_bytes_max = start_bytes
         self._earlier_bytes = 0.0
         self._has_waited = False
@@ -68,28 +68,28 @@ class Room:
 
     @property
     def used_bytes(self) -> int:
-        """What is held and under way, as far as is known here."""
+        """Bytes held and in flight, as far as is known here."""
         return self._used_bytes + self._in_flight_bytes + self._presumed_bytes
 
     @property
     def start_bytes(self) -> int:
-        """Above it, eviction is asked for."""
+        """Above this eviction is asked for."""
         return self._start_bytes_max - int(self._earlier_bytes)
 
     @property
     def asked_bytes(self) -> int:
-        """What is being written, or waits to be."""
+        """Bytes that are being written, or wait to be."""
         return self._in_flight_bytes + self._waiting_bytes
 
     @property
     def _presumed_bytes(self) -> int:
-        """What others have written since the last look, if they went on as before it."""
+        """Bytes that others have written since the last look, if they kept their rate."""
         if not self._others_rate:
             return 0
         return int(self._others_rate * min(self._clock.monotonic_s() - self._settled_s, _PRESUMED_S_MAX))
 
     def settle(self, used_bytes: int) -> None:
-        """The level's totals were read just now."""
+        """Note the level's totals, read just now."""
         now_s = self._clock.monotonic_s()
         if self._is_shared and not self._is_suspended and now_s > self._settled_s:
             rate = (used_bytes - self._used_bytes) / (now_s - self._settled_s)
@@ -100,13 +100,13 @@ class Room:
         self._freed.set()
 
     def free(self, num_bytes: int) -> None:
-        """So much has left."""
+        """Note that bytes have left."""
         self._used_bytes = max(0, self._used_bytes - num_bytes)
         self._is_stuck = False
         self._freed.set()
 
     def evicted(self) -> None:
-        """A round of eviction has ended: the next one is asked for earlier if somebody had to wait since the last."""
+        """Note the end of a round of eviction: the next one is asked for earlier if a writer had to wait since."""
         if self._has_waited:
             earlier_bytes = max(2 * self._earlier_bytes, _EARLIER_FIRST * self.budget_bytes)
             self._earlier_bytes = min(earlier_bytes, _EARLIER_MAX * self.budget_bytes)
@@ -115,31 +115,31 @@ class Room:
         self._has_waited = False
 
     def stuck(self) -> None:
-        """Nothing more can leave for now."""
+        """Note that nothing more can leave for now."""
         self._is_stuck = True
         self._freed.set()
 
     def suspend(self) -> None:
-        """The books cannot be read: everything is let in."""
+        """Admit everything until the next `settle`: the totals cannot be read."""
         self._is_suspended = True
         self._others_rate = 0.0
         self._freed.set()
 
     def boundaries_in_flight(self) -> Set[bytes]:
-        """Names (namespace and prefix) of what is being written, or waits to be."""
+        """Names (namespace and prefix) of boundaries that are being written, or wait to be."""
         return self._writing.keys()
 
     def boundaries_in_work(self) -> Set[bytes]:
-        """These, and what was written a moment ago: it may not be complete yet."""
+        """Those in flight and those written a moment ago, which may not be complete yet."""
         since_s = self._clock.monotonic_s() - _COMPLETE_S
         return set(self._writing) | {name for name, at_s in self._recent.items() if at_s > since_s}
 
     def order(self) -> Mapping[bytes, float]:
-        """The boundaries that were written last, from 0 to 1: the catalog's times are whole seconds."""
+        """The latest written boundaries, ranked from 0 to 1, since the catalog's times are whole seconds."""
         return {name: index / len(self._recent) for index, name in enumerate(self._recent)}
 
     async def take(self, key: RecordKey, num_bytes: int, deadline: Deadline) -> bool:
-        """Reserve room for a put, which `end` follows. False: there is none, nor will there be in time.
+        """Reserve room for a put, until `end`. False: there is none, nor will there be in time.
 
         If cancelled, nothing is reserved.
         """
@@ -162,7 +162,7 @@ class Room:
             del self._writing[name]
 
     async def _wait(self, num_bytes: int, deadline: Deadline) -> bool:
-        """Whether there is room before much of the time has passed. Returns in the turn in which there is."""
+        """Wait for room for part of the deadline; returns whether there is, without suspending once there is."""
         self._waiting_bytes += num_bytes
         self._has_waited = True
         try:
@@ -183,7 +183,7 @@ class Room:
         return self._is_suspended or self.used_bytes + num_bytes <= self.budget_bytes
 
     def end(self, key: RecordKey, num_bytes: int, *, is_stored: bool) -> None:
-        """A put that had taken room has ended, however it did."""
+        """Note the end of a put that had taken room, whatever its outcome."""
         name = key.namespace + key.prefix
         self._written(name)
         self._recent[name] = self._clock.monotonic_s()
@@ -199,7 +199,7 @@ class Room:
 
     async def wanted(self, timeout_s: float) -> None:
         """Return when eviction is asked for, or after `timeout_s`."""
-        if self.used_bytes + self._waiting_bytes <= self.start_bytes:  # what asked has been served since
+        if self.used_bytes + self._waiting_bytes <= self.start_bytes:  # earlier requests have been met
             self._wanted.clear()
         try:
             async with asyncio.timeout(timeout_s):

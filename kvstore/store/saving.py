@@ -31,21 +31,21 @@ from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.verify import open_off_loop
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "verify_record"]
 
 _GIVE_BACK_S = 2.0
 _BROUGHT_TOGETHER = 16
-"""Boundaries that are queued before others get a turn."""
+"""Boundaries that are queued before the event loop gets a turn."""
 
 
 class Saver:
-    """Takes records in and sees them to the tiers.
+    """Takes records in and passes them on to the tiers.
 
     Args:
         memory: Where each goes first.
         hot: The shared tier, if there is one.
         cold: Where records are to end up, if there is such a tier.
-        pending: What is under way, for whoever finishes it after a crash; of use with a cold tier only.
+        pending: Records what is under way, so that others can finish it after a crash; used with a cold tier only.
         recorder: The way to the catalog, if there is one.
         check_open: Raises `Closed` when the store is closed.
         admission: Which saves that wait for memory alone the cold tier gets; `None`: all.
@@ -120,7 +120,7 @@ class Saver:
     async def save(
         self, record: Record, layout: Layout, *, ack: Ack, retention: Retention, deadline: Deadline
     ) -> SaveOutcome:
-        """As `PageStore.save`; counted."""
+        """As `PageStore.save`. Counts the outcome."""
         outcome = await self._save(record, layout, ack, retention, deadline)
         self._meters.add("saves", outcome=outcome.value)
         return outcome
@@ -141,7 +141,7 @@ class Saver:
             return SaveOutcome.BUSY
         try:
             async with deadline.scope("verifying a record"):
-                await _verify(record)
+                await verify_record(record)
             self._check_open()
             outcome = self.keep(record, awaited, retention)
             if awaited is not None and self._admission is not None:
@@ -166,15 +166,15 @@ class Saver:
         return _OUTCOMES[outcome]
 
     def _send_on(self, record: Record, awaited: Tier | None) -> None:
-        """Queue a record for the tiers that nobody waits for. What the cold one does not get the hot one may let go."""
+        """Queue a record for the tiers that nobody waits for; if the cold one does not get it, the hot may evict it."""
         is_declined = awaited is None and self._admission is not None and not self._admission.takes(record)
         for tier, queue in self._queues:
             if tier is not awaited and not (is_declined and tier is self._cold):
                 queue.offer(record, is_evictable=is_declined)
 
     def bring(self, presence: Presence, indexes: Sequence[int]) -> None:
-        """Have the cold tier get what it lacks of boundaries of a prompt, shortest prefix first: from memory, or by
-        whoever has time from the hot tier. Never waits; what finds no room is brought when it is seen again.
+        """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or
+        from the hot tier by any service that has time. Never waits; what finds no room is brought when seen again.
         """
         task = self._background.spawn(self._bring_all(presence, indexes), "bringing what was seen again")
         self._bringing.add(task)
@@ -199,7 +199,7 @@ class Saver:
                 await asyncio.sleep(0)
 
     def _bring_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
-        """What was declined before, and a record that is written all the same needs, goes to the cold tier as well."""
+        """Bring declined boundaries that a record needs to the cold tier too: a caller waits for the record."""
         for boundary in admission.needs(record):
             wanted = [
                 (
@@ -213,7 +213,7 @@ class Saver:
             self._bring(record.key.namespace, boundary, wanted)
 
     def _bring(self, namespace: NamespaceId, boundary: Boundary, wanted: Sequence[tuple[RecordKey, int, bool]]) -> None:
-        """Queue records (key, about how many bytes, whether the hot tier may have it) of one boundary."""
+        """Queue records (key, estimated bytes, whether the hot tier may have it) of one boundary."""
         queue = next(queue for tier, queue in self._queues if tier is self._cold)
         queued = []
         for key, num_bytes, in_hot in wanted:
@@ -241,10 +241,11 @@ class Saver:
                 await self._journeys.confirm(key, outcome, deadline)
             return _OUTCOMES[outcome]
         finally:
-            self._journeys.end(key, in_hot=is_hot and may_be_there, in_cold=not is_hot and is_there)
+            in_cold, maybe_in_cold = not is_hot and is_there, not is_hot and may_be_there
+            self._journeys.end(key, in_hot=is_hot and may_be_there, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
 
     def _tier_of(self, ack: Ack) -> Tier | None:
-        """The slower tier that a save waits for."""
+        """The slower tier that a save waits for; `None`: it waits for memory alone."""
         if ack is Ack.MEMORY:
             return None
         tier = self._hot if ack is Ack.HOT else self._cold
@@ -253,13 +254,13 @@ class Saver:
         return tier
 
     def promote_to_hot(self, record: Record) -> None:
-        """Copy what was read from the cold tier to the hot one, in the background."""
+        """Copy a record that was read from the cold tier to the hot one, in the background."""
         for tier, queue in self._queues:
             if tier is self._hot:
                 queue.offer(record, in_cold=True)
 
     def forget(self, key: RecordKey) -> None:
-        """Write `key` no more: it is bad."""
+        """Stop writing `key`: it is bad."""
         for _, queue in self._queues:
             queue.forget(key)
 
@@ -276,12 +277,12 @@ class Saver:
         }
 
     def queue_of(self, tier_name: str) -> WriteBack | None:
-        """What waits for one tier."""
+        """The queue of one tier, if there is such a tier."""
         return next((queue for tier, queue in self._queues if tier.name == tier_name), None)
 
     def pause(self, tier_name: str, *, is_paused: bool) -> None:
-        """Write nothing to a tier in the background until told otherwise, others' write-backs included. Saves that wait
-        for the tier are written all the same.
+        """Pause or resume all writes to a tier in the background, others' write-backs included. Saves that wait for the
+        tier are written all the same.
         """
         queue = self.queue_of(tier_name)
         if queue is None:
@@ -308,7 +309,7 @@ class Saver:
         return left
 
     async def aclose(self) -> None:
-        """Give unfinished pending entries back. The background tasks have ended."""
+        """Release unfinished pending entries. The background tasks have ended."""
         with suppress(Closed):
             await self._journeys.aclose(Deadline.after(_GIVE_BACK_S, self._clock))
 
@@ -320,8 +321,8 @@ _OUTCOMES = {
 }
 
 
-async def _verify(record: Record) -> None:
-    """Check all of a record's bytes against its seal, and that the header at hand is the one in the bytes.
+async def verify_record(record: Record) -> None:
+    """Check all of a record's bytes against its seal, and that its header is the one in the bytes.
 
     Raises:
         CorruptRecord: They do not match.

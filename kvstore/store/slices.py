@@ -17,17 +17,17 @@ Probe = tuple[int, int]
 """Index of a boundary in the query, index of a group in the layout."""
 
 SliceMap = MutableMapping[Probe, int]
-"""For each probe a bit per slice that is there; probes without any are not in it."""
+"""For each probe a bit per slice that is there; probes without any are left out."""
 
 _TABLE_BYTES_MAX = 256 << 20
 
 
 class PackedSlices(SliceMap):
-    """A map of slices as one array: what a catalog tells of a prompt's boundaries, without an object for each.
+    """A map of slices as one array: what a catalog knows of a prompt's boundaries, without an object for each.
 
     Args:
-        layout: Its groups have their bits on bytes of their own, as in the catalog's entries.
-        rows: [boundaries, bytes], uint8; kept and changed, when it is not read-only.
+        layout: Each of its groups has bytes of its own in a row, as in the catalog's entries.
+        rows: [boundaries, bytes], uint8; kept, and changed in place unless it is read-only.
     """
 
     def __init__(self, layout: Layout, rows: npt.NDArray[np.uint8]) -> None:
@@ -70,14 +70,14 @@ class PackedSlices(SliceMap):
 
 
 def boundaries_of(found: Mapping[Probe, int]) -> set[int]:
-    """Indexes of the boundaries of which there is anything."""
+    """Indexes of the boundaries with any slice."""
     if isinstance(found, PackedSlices):
         return set(np.flatnonzero(found.rows.any(axis=1)).tolist())
     return {index for index, _ in found}
 
 
 def boundaries_beyond(found: Mapping[Probe, int], other: Mapping[Probe, int]) -> set[int]:
-    """Indexes of the boundaries of which there are slices that another map, of the same query, does not have."""
+    """Indexes of the boundaries with slices that another map, of the same query, does not have."""
     if not other:
         return boundaries_of(found)
     if isinstance(found, PackedSlices) and isinstance(other, PackedSlices):
@@ -86,7 +86,7 @@ def boundaries_beyond(found: Mapping[Probe, int], other: Mapping[Probe, int]) ->
 
 
 def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> list[int]:
-    """For each boundary a bit per group all of whose slices are in one of `maps` or another."""
+    """For each boundary a bit per group all of whose slices are in one or other of `maps`."""
     if not any(isinstance(one, PackedSlices) for one in maps):
         return _one_by_one(layout, num_boundaries, maps)
     shape = EntryShape.of(layout)
@@ -106,7 +106,7 @@ def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[P
 
 
 def count_first(layout: Layout, group: int, indexes: Sequence[int], maps: Sequence[Mapping[Probe, int]]) -> list[int]:
-    """For each of `maps` how many slices of a group's records at these boundaries it has and no map before it."""
+    """For each of `maps` the number of slices of a group at these boundaries that it has and no map before it has."""
     counts = []
     if any(isinstance(one, PackedSlices) for one in maps):
         start, stop = EntryShape.of(layout).group_at[group : group + 2]
@@ -130,7 +130,7 @@ def count_first(layout: Layout, group: int, indexes: Sequence[int], maps: Sequen
 
 
 def _packed(layout: Layout, num_rows: int, one: Mapping[Probe, int]) -> npt.NDArray[np.uint8]:
-    """A map as an array of at least so many rows, not to be changed."""
+    """A map as an array of at least `num_rows` rows, not to be changed."""
     if isinstance(one, PackedSlices):
         return one.rows
     num_rows = max(num_rows, 1 + max((index for index, _ in one), default=-1))

@@ -1,4 +1,4 @@
-"""One stage while it runs: what it has pinned, what it waits for, and what it settles for in the end."""
+"""One stage while it runs: what it has pinned, what it waits for, and what it returns in the end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Holding:
     Attributes:
         resume_tokens: The resume point that the pinned records serve, or the local tokens.
         pins: The records, in the order of their boundaries.
-        sources: Number of records by the tier that they were read from.
+        sources: Number of records by tier that they were read from.
         num_bytes: Bytes of the records, headers included.
-        cut: Why it is less than was promised, if it is: a word of docs/explain.md, a tier's name behind a colon.
+        cut: Why it is less than was promised, if it is: a word of docs/explain.md, perhaps with `:` and a tier's name.
     """
 
     resume_tokens: int
@@ -45,8 +45,8 @@ class Wanted:
         key: The record.
         probe: Boundary and group that it is a slice of.
         tokens: The boundary, which its header must agree with.
-        places: The slower tiers that are said to have it, in the order to try them.
-        size_bytes: Its size, guessed.
+        places: The slower tiers that should have it, in the order to try them.
+        size_bytes: Its estimated size.
     """
 
     key: RecordKey
@@ -62,10 +62,10 @@ class StageRun:
 
     Attributes:
         pins: What it holds so far.
-        sources: Tier of each held record.
+        sources: The tier of each held record.
         pinned_bytes: What its pins added to the memory tier's pinned bytes.
         waiting: Keys that it still waits for.
-        cut: The first reason why it will bring less than was promised.
+        cut: The first reason why it returns less than was promised.
     """
 
     query: PrefixQuery
@@ -82,7 +82,7 @@ class StageRun:
     _ends_s: float = 0.0
 
     def watch(self, timer: asyncio.Timeout, stall_s: float, remaining_s: float) -> None:
-        """End at `timer` when nothing arrives for `stall_s`, and after `remaining_s` in any case."""
+        """Have `timer` expire when nothing arrives for `stall_s`, and after `remaining_s` in any case."""
         self._timer, self._stall_s = timer, stall_s
         self._ends_s = asyncio.get_running_loop().time() + remaining_s
         self.touch()
@@ -110,7 +110,7 @@ class StageRun:
         self.pinned_bytes -= before_bytes - memory.pinned_bytes
 
     def settle(self, memory: MemoryTier) -> Holding:
-        """Keep the pins of the longest resume point that is wholly here; let the others go."""
+        """Keep the pins of the longest resume point whose records are all here; drop the others."""
         bits = [0] * len(self.query.boundaries)
         index_of = {boundary.prefix: index for index, boundary in enumerate(self.query.boundaries)}
         held: dict[Probe, int] = {}

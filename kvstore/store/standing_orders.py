@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.catalog.orders import OrderBook
-from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.catalog.books import Book
+from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
@@ -24,9 +24,9 @@ __all__ = ["WEIGHTS_FIELD", "Retirement", "StandingOrders"]
 _log = logging.getLogger(__name__)
 
 WEIGHTS_FIELD = "weights_id"
-"""Where a description tells the weights."""
+"""The field of a description that names the weights."""
 _LOOK_S = 1.0
-"""So late another service's order is followed."""
+"""How late another service's order takes effect here, at most."""
 _CALL_S = 5.0
 _PROBE_S = 2.0
 _QUOTA, _RETIRED = "quota", "retired"
@@ -38,8 +38,8 @@ class Retirement:
     """Weights that are not to be used any more.
 
     Attributes:
-        tenant: Whose; `None`: of all tenants.
-        weights_id: As descriptions tell it.
+        tenant: Whose; `None`: all tenants'.
+        weights_id: As in descriptions.
         at_s: When it was ordered, in seconds since the Unix epoch.
     """
 
@@ -49,25 +49,25 @@ class Retirement:
 
 
 class StandingOrders:
-    """Follows the orders in a book, and writes new ones. Belongs to the store's loop; what it has read may be looked at
-    from any thread.
+    """Follows the orders in a book, and writes new ones. Belongs to the store's loop; its attributes may be read from
+    any thread.
 
-    A book that cannot be reached changes nothing: what was read last goes on to count. Orders that a book has lost are
-    told to it again by whichever service remembers them.
+    While the book cannot be reached, what was read last stays in force. Orders that the book has lost are written to it
+    again by any service that remembers them.
 
     Args:
-        book: Where they stand.
-        quotas: What the settings say: for tenants without an order.
+        book: Where the orders are kept.
+        quotas: From the settings, for tenants without an order.
         meters: Where to count: `catalog_failures{call="orders"}`.
         clock: For deadlines, and the time of an order.
 
     Attributes:
-        quotas: What tenants get: settings and orders together. Replaced, never changed.
-        ordered: Of these, what orders say.
-        retired: What is retired. Replaced, never changed.
+        quotas: The tenants' quotas, from settings and orders together. Replaced, never changed.
+        ordered: Those of them that come from orders.
+        retired: The retired weights. Replaced, never changed.
     """
 
-    def __init__(self, book: OrderBook, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
+    def __init__(self, book: Book, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
         self.quotas = dict(quotas)
         self.ordered: Mapping[str, Quota] = {}
         self.retired: Mapping[tuple[str | None, str], Retirement] = {}
@@ -77,13 +77,13 @@ class StandingOrders:
         self._clock = clock
         self._texts: dict[str, str] = {}
         self._known: dict[NamespaceId, tuple[str, str]] = {}
-        self._turn = asyncio.Lock()  # what was read before an order was given must not take its place
+        self._turn = asyncio.Lock()  # what was read before an order was given must not overwrite it
         self._background = Background("standing orders")
         self._hold: Callable[[Mapping[str, Quota]], None] | None = None
         self._guaranteed_max: int | None = None
 
     async def start(self) -> None:
-        """Read them, and go on reading until `aclose`. A book that does not answer yet is a warning."""
+        """Read the orders, now and then regularly until `aclose`. If the book does not answer yet, only warn."""
         try:
             await self.look(Deadline.after(_PROBE_S, self._clock))
         except Unavailable as error:
@@ -94,10 +94,10 @@ class StandingOrders:
             self._background.spawn(self._run(), "looking")
 
     def held_by(self, hold: Callable[[Mapping[str, Quota]], None], guaranteed_bytes_max: int | None) -> None:
-        """Name who holds quotas here.
+        """Set who applies quotas here.
 
         Args:
-            hold: Called with all of them, now and after each change.
+            hold: Called with all quotas, now and after each change.
             guaranteed_bytes_max: What may be guaranteed to all tenants together; `None`: there is no bound.
         """
         self._hold, self._guaranteed_max = hold, guaranteed_bytes_max
@@ -108,16 +108,16 @@ class StandingOrders:
             await asyncio.sleep(_LOOK_S)
             try:
                 await self.look(Deadline.after(_CALL_S, self._clock))
-            except Unavailable:
-                self._meters.add("catalog_failures", call="orders")
             except Closed:
                 return
+            except KVStoreError:  # also a book that is full, and takes nothing back that it has lost
+                self._meters.add("catalog_failures", call="orders")
 
     async def look(self, deadline: Deadline) -> None:
-        """Read the book, and tell it again what it has lost.
+        """Read the book, and write to it again what it has lost.
 
         Raises:
-            Unavailable: It does not answer.
+            Unavailable: The book does not answer.
         """
         async with self._turn:
             texts = dict(await self._book.read(deadline=deadline))
@@ -140,7 +140,7 @@ class StandingOrders:
                     tenant, weights_id = place
                     retired[tenant, weights_id] = Retirement(tenant, weights_id, int(value["at_s"]))
             except (ValueError, TypeError, KeyError, IndexError):
-                continue  # a later release's: it is kept, and not followed here
+                continue  # from a later release: kept, but not followed here
         self._texts, self.retired, self.ordered = dict(texts), retired, ordered
         quotas = {**self._from_settings, **ordered}
         if quotas != self.quotas:
@@ -151,12 +151,12 @@ class StandingOrders:
     # retired weights
 
     def know(self, description: NamespaceDescription) -> None:
-        """A namespace is used here."""
+        """Note that a namespace is used here."""
         if len(self._known) < _KNOWN_MAX:
             self._known[description.id] = description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
 
     def hides(self, namespace: NamespaceId) -> bool:
-        """Whether the weights of a namespace that is used here are retired: then nothing of it is there."""
+        """Whether the weights of a namespace that is used here are retired, so that all of it counts as missing."""
         return bool(self.retired) and namespace in self._known and self.are_retired(*self._known[namespace])
 
     def are_retired(self, tenant: str, weights_id: str) -> bool:
@@ -164,12 +164,12 @@ class StandingOrders:
         return bool(weights_id) and ((tenant, weights_id) in self.retired or (None, weights_id) in self.retired)
 
     async def retire(self, tenant: str | None, weights_id: str, *, is_retired: bool, deadline: Deadline) -> None:
-        """Make all that was computed with some weights unreachable, or reachable again: here at once, on every service
-        that shares the book within a second or two, where it can read it.
+        """Make all that was computed with some weights unreachable, or reachable again: here at once, and within a
+        second or two on every service that shares the book and can read it.
 
         Args:
-            tenant: Whose; `None`: of all tenants.
-            weights_id: As descriptions tell it.
+            tenant: Whose; `None`: all tenants'.
+            weights_id: As in descriptions.
             is_retired: False: withdraw the order.
             deadline: When to give up.
 
@@ -186,7 +186,7 @@ class StandingOrders:
 
         Args:
             tenant: Whose.
-            quota: What it gets; `None`: withdraw the order, so that the settings count again.
+            quota: The quota; `None`: withdraw the order, so that the settings apply again.
             deadline: When to give up.
 
         Raises:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from itertools import product
 
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.catalog.pending_base import PendingLog
-from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.errors import Closed, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -34,6 +34,7 @@ from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
+from kvstore.store.open_namespaces import OpenNamespaces
 from kvstore.store.operations import StoreOperations
 from kvstore.store.placement import Presence
 from kvstore.store.policy_choice import PolicyChoice
@@ -49,7 +50,7 @@ from kvstore.tiers.memory import MemoryTier
 __all__ = ["TieredStore"]
 
 _ANSWER_S = 0.01
-"""Kept back from a deadline for the answer itself: what has arrived is returned, not lost to a late reply."""
+"""Reserved from a deadline for the answer itself, so that what has arrived is not lost to a late reply."""
 
 
 class TieredStore(PageStore):
@@ -59,22 +60,22 @@ class TieredStore(PageStore):
 
     Args:
         memory: Where records are staged and leased.
-        hot: A shared, quick tier, if there is one.
+        hot: A shared, fast tier, if there is one.
         cold: A large, slow tier, if there is one.
-        pending: Where write-backs are recorded that others finish if this process dies; stays the caller's. Without it
-            they are forgotten with the process.
+        pending: Where write-backs are recorded, so that others can finish them if this process dies; stays the
+            caller's. Without it they are lost with the process.
         recorder: The way to the catalog, if there is one.
-        choice: Told of every lookup, to choose what retention follows.
-        admission: Told of every lookup; which saves that wait for memory alone the cold tier gets. `None`: all.
-        orders: Which weights are retired: nothing of theirs is there. `None`: none.
+        choice: Told of every lookup, to choose the policy that retention follows.
+        admission: Told of every lookup; decides which saves that wait for memory alone the cold tier gets. `None`: all.
+        orders: Knows which weights are retired: nothing of theirs is found. `None`: none.
         meters: Where to count.
-        events: What happened lately; told by whoever made the tiers.
+        events: What happened lately; the code that made the tiers adds to it.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
-        clock: For leases, pauses and deadlines of the store's own.
+        clock: For leases, pauses and the store's own deadlines.
         tracing: Makes spans of what is written in the background.
 
     Attributes:
-        operations: What operators ask of it.
+        operations: What operators may ask of it.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class TieredStore(PageStore):
         self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
         self._clock = clock
         self._background = Background("store")
-        self._namespaces: OrderedDict[NamespaceId, Layout] = OrderedDict()
+        self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock)
         self._leases = LeaseTable(memory, clock, lease_s=self.limits.lease_s, leases_max=self.limits.leases_max)
         self._absent = AbsentKeys(clock)
         self._saver = Saver(
@@ -165,7 +166,7 @@ class TieredStore(PageStore):
 
     @property
     def slower(self) -> tuple[Tier, ...]:
-        """The tiers below memory, the quickest first."""
+        """The tiers below memory, the fastest first."""
         return self._slower
 
     @property
@@ -178,9 +179,8 @@ class TieredStore(PageStore):
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
         namespace, layout = description.id, description.layout()
-        if namespace not in self._namespaces and len(self._namespaces) >= self.limits.namespaces_max:
-            raise Unavailable("too many namespaces are open on this node", limit=self.limits.namespaces_max)
-        self._namespaces[namespace] = layout
+        if (closed := self._namespaces.open(namespace, layout)) is not None:
+            self._manifests.close(closed)
         if self._orders is not None:
             self._orders.know(description)
         if self._recorder is not None:
@@ -192,7 +192,7 @@ class TieredStore(PageStore):
         """As `PageStore.lookup`.
 
         Args:
-            learns: The catalog may be told that each boundary's parent is the one before it.
+            learns: Whether the catalog may learn that each boundary's parent is the one before it.
         """
         layout = self._layout(query.namespace)
         if self._is_retired(query.namespace):
@@ -210,7 +210,7 @@ class TieredStore(PageStore):
         return found
 
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
-        """As `lookup`, for whoever asks before the lookup itself: nothing is counted, learnt or brought anywhere."""
+        """As `lookup`, without side effects: nothing is counted, learnt or brought anywhere."""
         return self._found(await self._finder.find(query, self._layout(query.namespace), _leave_time(deadline)))
 
     def _found(self, presence: Presence) -> Lookup:
@@ -225,7 +225,7 @@ class TieredStore(PageStore):
         """As `PageStore.stage`.
 
         Args:
-            owner: Whose lease it is: `release_owner` ends all leases of one owner, e.g. of a peer that died.
+            owner: The lease's owner: `release_owner` ends all leases of one owner, e.g. of a peer that died.
         """
         layout = self._layout(query.namespace)
         self.meters.add("stages")
@@ -234,7 +234,7 @@ class TieredStore(PageStore):
         if self._sweep.is_full():
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
-        # a tier that hangs while it is asked is as stalled as one that hangs while it is read
+        # a tier that hangs during a lookup is as stalled as one that hangs during a read
         presence = await self._finder.find(query, layout, deadline.earlier(self.limits.stall_timeout_s))
         holding = await self._promotion.stage(presence, deadline, progress)
         if holding.resume_tokens < query.cap_tokens and presence.silent:
@@ -314,13 +314,13 @@ class TieredStore(PageStore):
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         check_key(key, self._layout(key.namespace))
         self.meters.add("discarded_records")
-        self._leases.forget(key)
+        all_seen: list[Record | None] = [*self._leases.forget(key)] or [None]  # `None`: by its name
         self._absent.add(key, self.limits.absent_s)
         self._saver.forget(key)
         failed = []
-        for tier in (self._memory, *self._slower):
+        for tier, seen in product((self._memory, *self._slower), all_seen):
             try:
-                await tier.quarantine(key, reason, deadline=deadline)
+                await tier.quarantine(key, reason, seen=seen, deadline=deadline)
             except Unavailable:
                 failed.append(tier.name)
                 self.meters.add("quarantine_failures", tier=tier.name)
@@ -360,7 +360,7 @@ class TieredStore(PageStore):
         return {"name": tier.name, "healthy": True, **asdict(usage)}
 
     async def drain(self, deadline: Deadline) -> int:
-        """Wait until every record that was saved has reached its slower tiers, or until the deadline.
+        """Wait until every saved record has reached its slower tiers, or until the deadline.
 
         Returns:
             Records that are still on their way.
@@ -388,9 +388,9 @@ class TieredStore(PageStore):
 
     def _layout(self, namespace: NamespaceId) -> Layout:
         self._check_open()
-        layout = self._namespaces.get(namespace)
+        layout = self._namespaces.use(namespace)
         if layout is None:
-            raise InvalidRequest("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
+            raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
         return layout
 
 

@@ -1,4 +1,4 @@
-"""Walks a tier and checks every record against its seal, at a rate that leaves the tier to those who need it."""
+"""Walks a tier and checks every record against its seal, at a bounded rate that leaves the tier usable."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Findings:
 
     Attributes:
         num_records: Records looked at.
-        num_bytes: Bytes of those that are whole.
+        num_bytes: Bytes of the whole ones.
         num_whole: Records that match their seal and their name.
         num_bad: Records that do not, and were put aside.
-        num_gone: Records that were listed and not there any more: evicted or deleted meanwhile.
-        num_unread: Records that could not be read, although tried three times.
+        num_gone: Records that were listed but gone when read: evicted or deleted meanwhile.
+        num_unread: Records that could not be read in three attempts.
         bad: The first 10,000 bad ones.
         unread: Names of the first 10,000 that could not be read.
     """
@@ -79,7 +79,7 @@ class ByteRate:
         self._next_s = clock.monotonic_s()
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until the bytes that were taken before have had their time."""
+        """Wait until the bytes taken before are due, then take these."""
         now_s = self._clock.monotonic_s()
         wait_s = self._next_s - now_s
         self._next_s = max(now_s, self._next_s) + num_bytes / self._bytes_per_s
@@ -88,7 +88,7 @@ class ByteRate:
 
 
 async def count_records(tier: Tier, namespace: NamespaceId | None = None) -> tuple[int, int]:
-    """How many records a tier lists, and their bytes: what a walk will have to do. Reads none of them."""
+    """How many records a tier lists, and their bytes, to tell the progress of a walk. Reads none of them."""
     num_records = num_bytes = 0
     async for entry in tier.scan(namespace):
         num_records += 1
@@ -106,13 +106,13 @@ async def verify_tier(
     """Read every record of a tier; the tier itself puts aside what does not match its seal.
 
     Args:
-        tier: Not guarded: nobody else waits for these reads, and a walk waits for a tier to come back.
-        namespace: Of one namespace only.
-        rate: How fast.
-        progress: Told after each record.
+        tier: Not wrapped in a breaker: nobody else waits for these reads, and a walk waits for a tier to come back.
+        namespace: Only records of this namespace; `None`: all.
+        rate: How fast; `None`: as fast as the tier answers.
+        progress: Called after each record.
 
     Raises:
-        Unavailable: Ten records in a row could not be read: the tier is not there.
+        Unavailable: Ten records in a row could not be read: the tier is down.
 
     If cancelled, every record is either still in its place or put aside whole.
     """
@@ -131,7 +131,7 @@ async def verify_tier(
             async for entry in tier.scan(namespace):
                 await turns.acquire()
                 group.create_task(check(entry))
-    except BaseExceptionGroup as errors:  # all of one kind: the first says it
+    except BaseExceptionGroup as errors:  # all of one kind: the first one will do
         raise errors.exceptions[0] from errors
     finally:
         tier.on_quarantine = before

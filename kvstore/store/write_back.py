@@ -1,6 +1,6 @@
-"""The queue in front of a slower tier: bounded in bytes, prefix order, retries with a growing pause.
+"""The queue in front of a slower tier: bounded in bytes, shortest prefix first, retries with back-off.
 
-What it may not forget when the process dies stands in the pending log: see `journeys.py`.
+What must survive the process is in the pending log: see `journeys.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore.tiers.base import PutOutcome, Tier
 __all__ = ["WriteBack", "backoff_s"]
 
 _WAVE_RECORDS = 64
-"""Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable; a wave
-is short, so that the long end of one prompt does not wait for the start of every later one."""
+"""Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable. A wave
+is short, so that the end of a long prompt does not wait for the start of every later one."""
 
 
 def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
-    """The pause after so many failures in a row (1 or more)."""
+    """The pause after `failures` failures in a row (1 or more)."""
     return min(longest_s, shortest_s * 2.0 ** min(failures - 1, 60))
 
 
@@ -38,14 +38,14 @@ class _Job:
     """One record to write.
 
     Attributes:
-        wave: Number of the arrival, in waves.
-        stop: End of its span: the shortest prefix of a wave goes first.
+        wave: Number of the wave it arrived in.
+        stop: End of its span: within a wave the shortest prefix goes first.
         arrival: Breaks ties.
-        attempts: Failed writes in a row, since it came or was put aside.
-        aside_at: How many records had been written when it was put aside; `None`: it was not.
-        may_be_there: The tier may have it: a write was begun.
-        is_evictable: Nobody was promised it: the tier may let it go, and no pending entry stands for it.
-        trace: Of the save; empty where there are no traces.
+        attempts: Failed writes since it came or was set aside.
+        aside_at: How many records had been written when it was set aside; `None`: it was not.
+        may_be_there: The tier may have it: a write has begun.
+        is_evictable: It was promised to nobody: the tier may evict it, and it needs no pending entry.
+        trace: Trace of the save; empty: none.
     """
 
     wave: int
@@ -60,11 +60,11 @@ class _Job:
 
 
 class WriteBack:
-    """Writes records to one tier in the background. The bytes that wait are bounded: what does not fit is dropped,
+    """Writes records to one tier in the background. The queue is bounded in bytes: what does not fit is dropped,
     counted as `write_back_dropped`, and stays in memory until it is evicted there.
 
-    A tier that is down stops all writes to it for a pause that doubles up to a limit; one success ends it. Nothing that
-    waits is dropped for an outage, however long: a record is given up only when it fails while others are written.
+    While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. No
+    outage, however long, drops what waits: a record is given up only if it fails while others are written.
 
     Args:
         tier: Where to write.
@@ -77,8 +77,8 @@ class WriteBack:
         tracing: Makes a span of each write, below the save's.
 
     Attributes:
-        used_bytes: What waits.
-        is_paused: Nothing is written until `resume`.
+        used_bytes: Bytes that wait or are being written.
+        is_paused: No write begins until `resume`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WriteBack:
         self._limits = limits
         self._clock = clock
         self._heap: list[_Job] = []
-        self._aside: list[_Job] = []  # failed often: after whatever else waits
+        self._aside: list[_Job] = []  # failed often: written after all others
         self._pending: dict[RecordKey, _Job] = {}  # waiting or being written
         self._num_written = 0
         self._num_arrived = 0
@@ -119,7 +119,7 @@ class WriteBack:
 
     @property
     def failing(self) -> bool:
-        """Whether the last write failed for the tier's sake."""
+        """Whether the last write failed because of the tier."""
         return self._failures > 0
 
     def offer(self, record: Record, *, in_cold: bool = False, is_evictable: bool = False) -> bool:
@@ -151,7 +151,7 @@ class WriteBack:
         return True
 
     def pause(self) -> None:
-        """Begin no further write until `resume`. What waits is kept, what comes is queued while there is room."""
+        """Begin no write until `resume`. What waits is kept, and what comes is queued while there is room."""
         self.is_paused = True
 
     def resume(self) -> None:
@@ -163,15 +163,15 @@ class WriteBack:
 
     @property
     def mark(self) -> int:
-        """What has arrived so far, for `left_before`."""
+        """The number of records that have arrived so far, for `left_before`."""
         return self._num_arrived
 
     def left_before(self, mark: int) -> int:
-        """Records that wait, or are being written, of those that had arrived at a mark."""
+        """How many of the records that had arrived at a mark still wait or are being written."""
         return sum(job.arrival < mark for job in self._pending.values())
 
     def forget(self, key: RecordKey) -> None:
-        """Write `key` no more: it is bad. A write that has begun may still end."""
+        """Drop `key` from the queue: it is bad. A write that has begun may still complete."""
         job = self._pending.get(key)
         if job is None:
             return
@@ -185,8 +185,8 @@ class WriteBack:
         self._end(job)
 
     async def drain(self, deadline: Deadline) -> int:
-        """Wait until nothing is left to write, or until the deadline; returns how many records are left. Nobody waits
-        for one that is paused.
+        """Wait until nothing is left to write, or until the deadline; returns how many records are left. Does not wait
+        while paused.
         """
         if self.is_paused:
             return len(self._pending)
@@ -198,7 +198,7 @@ class WriteBack:
         return len(self._pending)
 
     async def _work(self) -> None:
-        """Write jobs until none waits. At most one worker goes on while the tier fails: one probe is enough."""
+        """Write jobs until none waits. While the tier fails all workers but one end: one probe is enough."""
         try:
             while not self.is_paused and (self._heap or self._take_back()):
                 if self._failures:
@@ -236,7 +236,7 @@ class WriteBack:
             self._meters.add("write_back_failures", tier=self._tier.name)
             self._try_again(job)
             return
-        except KVStoreError:  # this record will never be taken: the next one may be
+        except KVStoreError:  # the tier will never take this record, but may take the next one
             self._drop("refused")
             self._end(job)
             return
@@ -259,7 +259,9 @@ class WriteBack:
             self._end(job)
 
     def _try_again(self, job: _Job) -> None:
-        """After a failure: soon, after all others, or never. Which of tier and record is to blame, the others show."""
+        """Queue a failed job again, set it aside until all others were tried, or drop it. Whether the tier or the
+        record is to blame shows in whether others were written meanwhile.
+        """
         if job.attempts < self._limits.write_back_attempts:
             heapq.heappush(self._heap, job)
         elif job.aside_at is None or job.aside_at == self._num_written:
@@ -270,7 +272,7 @@ class WriteBack:
             self._end(job)
 
     def _take_back(self) -> bool:
-        """Queue again what was put aside. False: nothing was."""
+        """Queue again what was set aside. False: nothing was."""
         if not self._aside:
             return False
         for job in self._aside:
@@ -279,7 +281,7 @@ class WriteBack:
         return True
 
     async def _put(self, job: _Job) -> PutOutcome | Noted:
-        """Write the pending entry where one is needed, then the record; why not, when there is no room for either."""
+        """Write the pending entry if one is needed, then the record. A `Noted` says why there could be no entry."""
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
         key = job.record.key
         if job.is_evictable:
@@ -299,7 +301,8 @@ class WriteBack:
             self.used_bytes -= job.record.num_bytes
             if not job.is_evictable:
                 in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
-                self._journeys.end(job.record.key, in_hot=in_hot, in_cold=in_cold)
+                maybe_in_cold = job.may_be_there and not self._is_hot
+                self._journeys.end(job.record.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
         if not self._pending:
             self._empty.set()
 

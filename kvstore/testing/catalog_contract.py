@@ -250,7 +250,7 @@ class CatalogContract:
         table = await catalog.lookup(_NAMESPACE, [_prefix(64 * i) for i in range(1, 100)], deadline=_soon())
         assert [i for i, is_it in enumerate(table.has_parent(_prefix(64 * 7)), 1) if is_it] == [8]
         for wrong in ("x", "00", "1.7.0", "9" * 90):
-            with pytest.raises(InvalidRequest, match="begin again"):
+            with pytest.raises(InvalidRequest, match="start again"):
                 await catalog.step(_NAMESPACE, wrong, count=7, deadline=_soon())
 
     async def test_iteration_sees_every_entry_once(self, catalog: Catalog) -> None:

@@ -189,7 +189,7 @@ class DictCatalog(Catalog):
         def work() -> None:
             for use in uses:
                 if (edit := self._edit(shape, namespace, use.prefix)) is not None:
-                    edit.used(self._now_s(), use.hits)
+                    edit.mark_used(self._now_s(), use.hits)
                     edit.fill(use.tokens, use.parent)
                     self._books.entries[namespace, use.prefix] = bytes(edit.data)
 
@@ -301,7 +301,7 @@ class DictCatalog(Catalog):
         edit.fill(one.tokens, one.parent)
         is_first = edit.num_records(one.level) == 0
         if num_bytes := edit.add(one):
-            edit.used(now_s)
+            edit.mark_used(now_s)
             self._books.count(namespace, one.level, int(is_first), 1, num_bytes)
         self._books.entries[namespace, prefix] = bytes(edit.data)
         return True

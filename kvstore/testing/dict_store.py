@@ -12,7 +12,7 @@ from kvstore.format.record import Record, verify_payload
 from kvstore.model.coverage import longest_resumable, records_to_resume
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.model.namespace import NamespaceDescription
+from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 
 __all__ = ["DictStore"]
@@ -142,7 +142,7 @@ class DictStore(PageStore):
 
     def _layout(self, namespace: NamespaceId) -> Layout:
         if namespace not in self._layouts:
-            raise InvalidRequest("the namespace was not opened", namespace=namespace.hex())
+            raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
         return self._layouts[namespace]
 
     def _coverage(self, query: PrefixQuery) -> tuple[tuple[int, ...], int]:

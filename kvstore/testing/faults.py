@@ -29,6 +29,7 @@ class FaultyTier(Tier):
         get_s: Each get takes this long.
         lost: `get` answers `None` for these, as if they had gone since `head`.
         refused: `put` raises `Unavailable` for these and for no others.
+        unanswered: `put` stores these and then raises `Unavailable`, as if the answer had been lost, once for each.
     """
 
     def __init__(self, inner: Tier, *, name: str | None = None) -> None:
@@ -44,6 +45,7 @@ class FaultyTier(Tier):
         self.get_s = 0.0
         self.lost: set[RecordKey] = set()
         self.refused: set[RecordKey] = set()
+        self.unanswered: set[RecordKey] = set()
 
     @property
     def num_quarantined(self) -> int:
@@ -75,7 +77,11 @@ class FaultyTier(Tier):
         if record.key in self.refused:
             raise Unavailable("the tier was told to refuse this record", tier=self.name, key=record.key)
         self.keys_put.append(record.key)
-        return await self.inner.put(record, deadline=deadline)
+        outcome = await self.inner.put(record, deadline=deadline)
+        if record.key in self.unanswered:
+            self.unanswered.remove(record.key)
+            raise Unavailable("the tier was told to store this record and not to say so", tier=self.name)
+        return outcome
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         outcome = await self.put(record, deadline=deadline)
@@ -92,9 +98,9 @@ class FaultyTier(Tier):
         self.keys_allowed += keys
         await self.inner.allow_eviction(keys, deadline=deadline)
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         await self._fault("quarantine", deadline)
-        await self.inner.quarantine(key, reason, deadline=deadline)
+        return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
 
     def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         return self.inner.scan(namespace)

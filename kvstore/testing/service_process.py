@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import uvloop
+
 import kvstore
 from kvstore.api import PageStore
-from kvstore.service.running import run_service
+from kvstore.service.running import serve_until_told
 from kvstore.testing.dict_store import DictStore
 from kvstore.wire.address import TcpAddress, parse_address
 
@@ -98,7 +100,8 @@ async def _store(slow: bool) -> AsyncIterator[PageStore]:
 
 
 def _main(url: str, *options: str) -> None:
-    run_service(_store("slow" in options), [parse_address(url)], on_ready=lambda _: print("ready", flush=True))
+    store, addresses = _store("slow" in options), [parse_address(url)]
+    uvloop.run(serve_until_told(store, addresses, on_ready=lambda _: print("ready", flush=True)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.damage import DAMAGE, flipped
 from kvstore.testing.records import NAMESPACE, make_key, make_record
 from kvstore.tiers.base import Entry, PutOutcome, Tier
 
@@ -53,27 +54,6 @@ class Medium(ABC):
     @abstractmethod
     async def write(self, key: RecordKey, data: bytes) -> None:
         """Replace what is stored under the name of `key`."""
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    """`data` with one bit changed."""
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
-    "empty": lambda data, other: b"",
-    "cut inside the header": lambda data, other: data[:100],
-    "cut behind the header": lambda data, other: data[:HEADER_BYTES],
-    "one byte short": lambda data, other: data[:-1],
-    "one byte long": lambda data, other: data + b"\0",
-    "header bit": lambda data, other: flipped(data, 8 * 60 + 3),
-    "payload bit": lambda data, other: flipped(data, 8 * (HEADER_BYTES + 500) + 5),
-    "another record": lambda data, other: other,
-    "another record's payload": lambda data, other: data[:HEADER_BYTES] + other[HEADER_BYTES:],
-    "foreign bytes": lambda data, other: b"<html>not a record</html>" * 40,
-}
 
 
 class TierContract:
@@ -293,6 +273,21 @@ class TierContract:
         assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
         stored = await tier.get(record.key, deadline=soon())
         assert stored is not None and stored.data == record.data
+
+    @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
+    async def test_quarantine_of_what_was_seen(self, tier: Tier, payload_bytes: int) -> None:
+        """Another writer's record that took the place of a bad one since it was read stays; the bad one itself goes."""
+        bad, good = (make_record(1, payload_bytes, seed=seed) for seed in (1, 2))
+        await tier.put(good, deadline=soon())
+        assert await tier.quarantine(bad.key, "an old look", seen=bad, deadline=soon()) is False
+        stored = await tier.get(good.key, deadline=soon())
+        assert stored is not None and stored.data == good.data
+        assert tier.num_quarantined == 0
+        seen = await tier.get(good.key, deadline=soon())
+        assert await tier.quarantine(good.key, "a fresh one", seen=seen, deadline=soon()) is True
+        assert await tier.head([good.key], deadline=soon()) == [None]
+        assert await tier.quarantine(good.key, "a late one", seen=seen, deadline=soon()) is False
+        assert tier.num_quarantined == 1
 
     async def test_deadline_that_has_passed(self, tier: Tier) -> None:
         """A call without time left is refused, not answered as a miss; the next one is served."""

@@ -68,7 +68,7 @@ class Concern:
 
     Attributes:
         severity: How bad it is.
-        address: Of the server.
+        address: The server's address.
         text: What was seen, what follows from it, and the next step.
     """
 
@@ -94,10 +94,10 @@ class Tier(ABC):
     """Short and stable: `memory`, `filesystem`, `redis`, `s3`; shown in metrics and answers."""
 
     on_quarantine: Callable[[RecordKey, str], None] | None = None
-    """Told of each record that is put aside, and why; set by whoever wants to know. May be called in any thread."""
+    """Called with each record that is put aside, and why; set by the tier's owner. May be called in any thread."""
 
     on_drop: Callable[[Sequence[RecordKey]], None] | None = None
-    """Told of the records that the tier drops for its own bound; set by whoever wants to know. Called on the loop."""
+    """Called with the records that the tier evicts for its own budget; set by the tier's owner. Called on the loop."""
 
     @property
     def num_quarantined(self) -> int:
@@ -129,14 +129,14 @@ class Tier(ABC):
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         """Store the record under its name, once; `EXISTS` writes nothing, `FULL` stores nothing.
 
-        After `EXISTS` the record stays as one that was just stored does: an `allow_eviction` from before is void.
+        After `EXISTS` the record stays as if it had just been stored: an earlier `allow_eviction` is void.
 
         If cancelled, the record is either wholly stored or wholly absent for every reader.
         """
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """As `put`, for a record that nobody was promised: a medium that evicts by itself may let it go from the first
-        moment on. After `EXISTS` what is there may go or must stay as before.
+        """As `put`, for a record that was promised to nobody: a medium that evicts by itself may evict it at once.
+        After `EXISTS` the existing record may be evicted, or must stay, as before.
         """
         return await self.put(record, deadline=deadline)
 
@@ -145,23 +145,31 @@ class Tier(ABC):
         """Remove a record. False: it was not there."""
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Remove many records; those that are not there are passed over. When it raises, some may be left."""
+        """Remove many records; those that are not there are ignored. When it raises, some may be left."""
         await gather_all(self.delete(key, deadline=deadline) for key in keys)
 
     def cost_bytes(self, num_bytes: int) -> int:
-        """What a record of so many bytes takes of the medium, as `usage` counts it."""
+        """Bytes of the medium that a record of `num_bytes` takes, as `usage` counts them."""
         return num_bytes
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:  # noqa: B027
-        """These records are in a slower tier too: from now on the medium may let them go. Absent ones are ignored.
+        """Let the medium evict these records from now on: a slower tier has them too. Absent ones are ignored.
 
-        A medium that evicts by itself must keep a record until this is said of it. Those whose budget we keep evict by
-        use alone and need not be told.
+        A medium that evicts by itself must keep a record until then. Tiers with a budget of ours evict by use alone,
+        and ignore this call.
         """
 
     @abstractmethod
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        """Put a record out of every reader's reach and keep its bytes where the medium allows. Absent: nothing."""
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
+        """Put a record out of readers' reach, and keep its bytes if the medium allows. False: nothing was put aside.
+
+        Args:
+            key: Its name.
+            reason: What was found, for people.
+            seen: The record that was found bad, as it was read. Another one that was put under the name since stays.
+                `None`: whatever stands there.
+            deadline: When to give up.
+        """
 
     @abstractmethod
     def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -177,10 +185,10 @@ class Tier(ABC):
 
     @abstractmethod
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """Say what is held, cheaply."""
+        """Report what is held, cheaply."""
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
-        """What an operator should change about the medium, the dangerous first. A tier that looks at nothing: none."""
+        """What an operator should change about the medium, dangers first; by default nothing."""
         return []
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Work that runs to its end even when whoever asked for it is gone."""
+"""Work that runs to its end even when its caller is gone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ async def see_through(background: Background, work: Work[T], what: str, deadline
     """Run `work` as a task of `background` and wait for it, but no longer than `deadline`.
 
     Raises:
-        Unavailable: The deadline came first. The work goes on.
+        Unavailable: The deadline came first. The work continues.
         Closed: The owner was closed meanwhile.
 
-    If cancelled, the work goes on: its own steps need limits of their own.
+    If cancelled, the work continues: its steps need limits of their own.
     """
     task = background.spawn(_captured(work), what)
     outcome = await outcome_of(task, what, deadline)
@@ -35,7 +35,7 @@ async def see_through(background: Background, work: Work[T], what: str, deadline
 
 
 async def outcome_of(future: asyncio.Future[T], what: str, deadline: Deadline) -> T:
-    """Wait for a future of somebody else's without ever cancelling it; errors as `see_through`."""
+    """Wait for a future that others may also wait for, without ever cancelling it; errors as `see_through`."""
     await asyncio.wait({future}, timeout=deadline.remaining_s)
     if not future.done():
         raise Unavailable(f"could not {what} before the deadline")
@@ -51,7 +51,7 @@ class _Outcome(Generic[T]):
 
 
 async def _captured(work: Work[T]) -> _Outcome[T]:
-    # Expected errors travel as values: nobody may be waiting, and they are no bug to log.
+    # Expected errors are returned as values: perhaps nobody is waiting, and they are not bugs to be logged.
     try:
         return _Outcome(value=await work())
     except KVStoreError as error:

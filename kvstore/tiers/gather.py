@@ -1,4 +1,4 @@
-"""Several coroutines at once, ended together."""
+"""Runs several coroutines at once and ends them together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first error is raised when all others have been cancelled and have ended.
+    """All results in order. The first error is raised once all others have been cancelled and have ended.
 
     Not `asyncio.TaskGroup`: when a child fails while its parent waits, Python 3.11 leaves the parent with
-    `cancelling() == 1`, and a library that looks at it (aiohttp) takes its own inner cancellation for the caller's.
+    `cancelling() == 1`, and a library that checks it (aiohttp) mistakes its own inner cancellation for its caller's.
 
     If cancelled, all are cancelled.
     """

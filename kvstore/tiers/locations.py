@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class NoTier:
-    """Nothing slower than memory at this place; spelled `memory:`."""
+    """No slower tier in this place; spelled `memory:`."""
 
     def __str__(self) -> str:
         return "memory:"
@@ -46,13 +46,13 @@ class FileLocation:
 
 @dataclass(frozen=True, slots=True)
 class S3Location:
-    """A bucket, and what all names in it start with. Credentials come from the AWS environment.
+    """A bucket, and the prefix of all names in it. Credentials come from the AWS environment.
 
     Attributes:
         bucket: Its name.
         prefix: Without slashes at its ends; may be empty.
-        endpoint_url: Where the service is; `None`: as the AWS environment says, else Amazon's own.
-        region: `None`: as the AWS environment says.
+        endpoint_url: Where the service is; `None`: from the AWS environment, else Amazon's own.
+        region: `None`: from the AWS environment.
     """
 
     bucket: str

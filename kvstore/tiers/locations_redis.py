@@ -1,4 +1,4 @@
-"""Where a Redis is, read from the text of a setting. Knows no client: settings are read where none is installed."""
+"""Where a Redis is, read from the text of a setting. Imports no client: settings are read where none is installed."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class RedisLocation:
         database: Number of the database; 0 in a cluster.
         username: For ACLs; `None` for the default user.
         password: A secret.
-        service: What sentinels call the primary; `None` for the other modes.
-        sentinel_login: Sentinels ask for the same login as the servers.
+        service: The sentinels' name for the primary; `None` for the other modes.
+        sentinel_login: Whether sentinels require the same login as the servers.
         ca_file: Certificates to trust instead of the system's.
-        cert_file: Our own certificate, for servers that ask for one.
-        key_file: Its key; `None`: it stands in `cert_file`.
+        cert_file: Our own certificate, for servers that require one.
+        key_file: Its key; `None`: it is in `cert_file`.
         url: The whole setting, secrets included.
     """
 
@@ -160,7 +160,7 @@ def _options(scheme: _Scheme, query: str) -> dict[str, Path | bool]:
 
 
 def without_secrets(text: str) -> str:
-    """The text with everything before its last `@` hidden, but for a scheme."""
+    """The text with everything before its last `@` hidden, except a scheme."""
     before, at, rest = text.rpartition("@")
     scheme, slashes, _ = before.partition("//")
     return f"{scheme if slashes else ''}{slashes}***@{rest}" if at else text

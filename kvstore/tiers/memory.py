@@ -1,4 +1,4 @@
-"""Records in this process's memory: a byte budget, least recently used first out, pins for leases."""
+"""Records in this process's memory: a byte budget, LRU eviction, pins for leases."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.verify import check_deadline, open_off_loop
+from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
 
 __all__ = ["RECORD_OVERHEAD_BYTES", "MemoryTier", "Pin"]
 
 RECORD_OVERHEAD_BYTES = 1024
-"""What a record costs beside its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
+"""What a record costs on top of its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
 
 _log = logging.getLogger(__name__)
 
 _MANIFESTS_MAX = 1024
 _ARENA_BYTES_MIN = 64 << 10
-"""Smaller buffers are not worth a place in the arena: their bytes travel as quickly through a socket."""
+"""Smaller buffers are not worth a place in the arena: a socket is as fast for them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +36,7 @@ class _Slot:
         record: The record itself.
         cost_bytes: What it is charged.
         num_pins: Pins that hold it; above zero it is not evicted.
-        removed: Deleted while pinned: no reader finds it, but the bytes live on until the last pin ends.
+        removed: Deleted while pinned: no reader finds it, but its bytes stay until the last pin ends.
     """
 
     record: Record
@@ -47,7 +47,7 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """A receipt for pinned records; give it back exactly once with `MemoryTier.unpin`."""
+    """A receipt for pinned records; return it exactly once with `MemoryTier.unpin`."""
 
     _slots: tuple[_Slot, ...]
     _returned: bool = False
@@ -61,13 +61,13 @@ class Pin:
 class MemoryTier(Tier):
     """Keeps `Record` objects themselves: a put copies nothing, a get returns the same immutable object.
 
-    The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods stand on it.
-    All methods belong to one event loop's thread. `allocate` is not called: there are no bytes to move.
+    The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods build on it. All
+    methods belong to one event loop's thread. `allocate` is not called: there are no bytes to move.
 
     Args:
         budget_bytes: Limit for headers, payloads and `RECORD_OVERHEAD_BYTES` per record.
         name: Shown in metrics and answers.
-        arena: Where `buffer` takes its memory; closed with the tier.
+        arena: Where `buffer` takes its memory from; closed with the tier.
     """
 
     def __init__(self, budget_bytes: int, *, name: str = "memory", arena: Arena | None = None) -> None:
@@ -97,11 +97,11 @@ class MemoryTier(Tier):
         return key in self._slots
 
     def prefixes(self) -> Container[PrefixHash]:
-        """Every prefix that a record here belongs to, of whatever namespace, group and slice."""
+        """Every prefix with a record here, of any namespace, group and slice."""
         return self._num_at
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """Memory of unspecified content for a record that is to be put here, in the arena where there is room."""
+        """Uninitialised memory for a record that is to be put here, in the arena if there is room."""
         if self.arena is not None and num_bytes >= _ARENA_BYTES_MIN:
             buffer = self.arena.take(num_bytes)
             if buffer is not None:
@@ -118,9 +118,9 @@ class MemoryTier(Tier):
         return slot.record
 
     def insert(self, record: Record) -> PutOutcome:
-        """Keep a record (not a copy), evicting the least recently used ones that are not pinned.
+        """Keep a record (not a copy), evicting the least recently used unpinned ones.
 
-        `FULL`: it would not fit even with everything evicted that may be; then nothing is evicted.
+        `FULL`: it would not fit even if everything unpinned were evicted; then nothing is.
 
         Raises:
             Closed: The tier is closed.
@@ -160,7 +160,7 @@ class MemoryTier(Tier):
         """End a pin; its records may be evicted again, the most recently unpinned last.
 
         Raises:
-            InternalError: The pin was given back before.
+            InternalError: The pin was returned before.
         """
         if pin._returned:
             raise InternalError("a pin was given back twice", num_records=len(pin._slots))
@@ -176,7 +176,7 @@ class MemoryTier(Tier):
                 self._idle[slot.record.key] = slot
 
     def remove(self, key: RecordKey) -> bool:
-        """Put a record out of every new reader's reach; whoever pinned it still holds its bytes. False: not there."""
+        """Remove a record from the reach of new readers; pins keep its bytes. False: it was not there."""
         slot = self._slots.pop(key, None)
         if slot is None:
             return False
@@ -206,9 +206,7 @@ class MemoryTier(Tier):
             opened = await open_off_loop(record.data, key)
         if not isinstance(opened, str):
             return record
-        slot = self._slots.get(key)
-        if slot is not None and slot.record is record:  # not another one that was put here meanwhile
-            await self.quarantine(key, opened, deadline=deadline)
+        await self.quarantine(key, opened, seen=record, deadline=deadline)
         return None
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
@@ -219,14 +217,18 @@ class MemoryTier(Tier):
         self._check(deadline)
         return self.remove(key)
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         """Drop the record and count it: a budget for readable records is no place to keep damaged ones."""
         self._check_open()
-        if self.remove(key):
-            self._num_quarantined += 1
-            if self.on_quarantine is not None:
-                self.on_quarantine(key, reason)
-            _log.warning("record quarantined tier=%s key=%s reason=%s", self.name, key, reason)
+        slot = self._slots.get(key)
+        if slot is None or not (seen is None or slot.record is seen or is_same(slot.record.data, seen.data)):
+            return False
+        self.remove(key)
+        self._num_quarantined += 1
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
+        _log.warning("record quarantined tier=%s key=%s reason=%s", self.name, key, reason)
+        return True
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 
 from kvstore.errors import CorruptRecord, Unavailable, UnsupportedFormat
-from kvstore.format.record import Record, open_record
+from kvstore.format.record import HEADER_BYTES, Record, open_record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["check_deadline", "open_off_loop", "open_or_reason"]
+__all__ = ["check_deadline", "is_same", "open_off_loop", "open_or_reason"]
 
 _INLINE_BYTES = 4 << 20
-"""Up to here (140 us) it is done at once: the bytes are still in this core's cache. In a thread, on another core, the
-same check costs three times the processor time."""
+"""Up to this size (140 us) a record is checked inline, while its bytes are in this core's cache. In a thread, on
+another core, the same check costs three times the processor time."""
 
 
 def open_or_reason(data: bytearray | memoryview, expected: RecordKey, checksum: bytes | None = None) -> Record | str:
-    """Read and verify bytes that came from a medium: the record, or why a tier must put them aside.
+    """Verify bytes that came from a medium: returns the record, or why a tier must put them aside.
 
-    `checksum` is the payload's, where it was summed as it came. An intact header of another format version counts as
-    damage too: it has no business under a name of this one.
+    `checksum` is the payload's, if it was computed while receiving. An intact header of another format version counts
+    as damage too: it does not belong under a name of this one.
     """
     try:
         return open_record(data, expected, checksum)
@@ -29,10 +29,16 @@ def open_or_reason(data: bytearray | memoryview, expected: RecordKey, checksum: 
 
 
 async def open_off_loop(data: bytearray | memoryview, expected: RecordKey) -> Record | str:
-    """`open_or_reason`, for large records in a thread. If cancelled, the thread reads on; it writes nothing."""
+    """`open_or_reason`, in a thread for large records. If cancelled, the thread keeps reading; it writes nothing."""
     if len(data) <= _INLINE_BYTES:
         return open_or_reason(data, expected)
     return await asyncio.to_thread(open_or_reason, data, expected)
+
+
+def is_same(data: memoryview, seen: memoryview) -> bool:
+    """Whether what is stored now is what was seen. Costs two copies: for quarantines, not for every read."""
+    is_alike = len(data) == len(seen) and data[:HEADER_BYTES] == seen[:HEADER_BYTES]
+    return is_alike and bytes(data) == bytes(seen)
 
 
 def check_deadline(deadline: Deadline, tier: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a service listens and a client finds it: `unix:/path`, `tcp://host:port` or `tls://host:port`; one grammar."""
+"""Addresses of a service, for both sides: `unix:/path`, `tcp://host:port` or `tls://host:port`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.errors import InvalidRequest
 __all__ = ["Address", "TcpAddress", "UnixAddress", "parse_address"]
 
 UNIX_PATH_BYTES_MAX = 107
-"""Linux keeps a socket's path in 108 bytes, the closing zero included."""
+"""Linux stores a socket's path in 108 bytes, including the terminating zero."""
 
 _GRAMMAR = "unix:/path, tcp://host:port or tls://host:port"
 
@@ -36,7 +36,7 @@ class TcpAddress:
     Attributes:
         host: A name or a literal address, IPv6 without brackets.
         port: 0 to 65535; 0 means any free port, for a listener only.
-        tls: Both sides speak TLS there.
+        tls: Whether both sides speak TLS.
     """
 
     host: str

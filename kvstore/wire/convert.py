@@ -1,4 +1,4 @@
-"""Values of `kvstore.api` to and from the fields of messages: many boundaries and keys as a few byte strings."""
+"""Converts values of `kvstore.api` to and from messages: many boundaries and keys as a few byte strings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_query(message: messages.Lookup) -> PrefixQuery:
     """The query in a lookup or stage message.
 
     Raises:
-        InvalidRequest: Lengths do not fit each other, or the query is not valid.
+        InvalidRequest: The lengths of the fields do not match, or the query is not valid.
     """
     tokens = _unpack("I", message.tokens, f"{message.type}.tokens")
     prefixes = _prefixes(message.prefixes, len(tokens), f"{message.type}.prefixes")
@@ -121,7 +121,7 @@ def parse_staged(message: messages.Staged) -> Staged:
     """A stage's outcome from a message.
 
     Raises:
-        InvalidRequest: Lengths do not fit each other.
+        InvalidRequest: The lengths of the fields do not match.
     """
     parts = _unpack("H", message.parts, "staged.parts")
     num_keys = len(parts) // 2
@@ -148,7 +148,7 @@ def parse_staged(message: messages.Staged) -> Staged:
 
 
 def outcome_message(outcome: Outcome) -> messages.Outcome:
-    """What became of a request as a message."""
+    """A request's outcome as a message."""
     stop = outcome.stop
     return messages.Outcome(
         request=outcome.request[:_TEXT_MAX],
@@ -168,7 +168,7 @@ def outcome_message(outcome: Outcome) -> messages.Outcome:
 
 
 def parse_outcome(message: messages.Outcome) -> Outcome:
-    """What became of a request from a message; text is cut, and what is no plain value left out: it is for people.
+    """A request's outcome from a message. Long texts are cut, and values that are not plain left out: people read it.
 
     Raises:
         InvalidRequest: A hash has the wrong length.

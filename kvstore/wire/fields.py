@@ -1,4 +1,4 @@
-"""Frozen dataclasses to msgpack maps and back, with every type checked and every complaint naming its field."""
+"""Frozen dataclasses to msgpack maps and back; every type is checked, and every error names its field."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def to_map(value: Any) -> dict[str, Any]:
 
 
 def from_map(cls: type[Value], head: Mapping[str, Any]) -> Value:
-    """Make a `cls` from a map; fields that `cls` does not know are ignored, so that newer peers may add some.
+    """Make a `cls` from a map; unknown fields are ignored, so that newer peers may add some.
 
     Raises:
-        InvalidRequest: A field without default is missing, or a value has the wrong type or is negative.
+        InvalidRequest: A field without a default is missing, or a value has the wrong type or is out of range.
     """
     schema = _schema(cls)  # type: ignore[arg-type]  # mypy does not see that classes are hashable
-    return cls(**{field.name: _read(cls, field, hint, head) for field, hint in schema if _wanted(field, head)})
+    return cls(**{field.name: _read(cls, field, hint, head) for field, hint in schema if _is_read(field, head)})
 
 
 @cache
@@ -37,7 +37,8 @@ def _schema(cls: Any) -> tuple[tuple[Field[Any], type[Any]], ...]:
     return tuple((field, get_origin(hints[field.name]) or hints[field.name]) for field in fields(cls))
 
 
-def _wanted(field: Field[Any], head: Mapping[str, Any]) -> bool:
+def _is_read(field: Field[Any], head: Mapping[str, Any]) -> bool:
+    """Whether a field is in the map, or must be."""
     return field.name in head or (field.default is MISSING and field.default_factory is MISSING)
 
 

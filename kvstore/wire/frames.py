@@ -1,4 +1,4 @@
-"""Frames: how messages are cut out of a stream of bytes. Sans-I/O; the table is docs/formats/wire-v1.md.
+"""Parses frames from a stream of bytes. Sans-I/O; the format is specified in docs/formats/wire-v1.md.
 
 A frame is a 16-byte prefix (magic with version, head bytes, payload bytes), a msgpack map as head, and a raw payload.
 """
@@ -43,11 +43,11 @@ class Later(Enum):
 
 
 LATER: Final = Later.LATER
-"""A sink's answer while it has no buffer yet: the reader takes no byte until `FrameReader.provide`."""
+"""A sink's answer while it has no buffer yet: nothing is read until `FrameReader.provide`."""
 
 
 class FrameSink(Protocol):
-    """Whoever gets the frames that a `FrameReader` finds."""
+    """Receives the frames that a `FrameReader` parses."""
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
         """Called before a payload of at least one byte is received.
@@ -58,7 +58,7 @@ class FrameSink(Protocol):
         ...
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
-        """Called with a complete frame; `payload` is what was filled of the buffer, `None` if there is none."""
+        """Called with a complete frame; `payload` is the filled part of the buffer, `None`: no payload, or dropped."""
         ...
 
 
@@ -66,7 +66,7 @@ def pack_head(head: Head, payload_bytes: int = 0) -> bytes:
     """Prefix and head of a frame; the payload follows on the stream.
 
     Raises:
-        InternalError: The head is over 4 MiB, which no message of ours may be.
+        InternalError: The head is over 4 MiB: a bug, since no message may be that large.
     """
     packed: bytes = msgpack.packb(head, use_bin_type=True)
     if len(packed) > MAX_HEAD_BYTES:
@@ -75,7 +75,7 @@ def pack_head(head: Head, payload_bytes: int = 0) -> bytes:
 
 
 def unpack_head(data: bytes | bytearray) -> Head:
-    """Read a head back.
+    """The inverse of `pack_head`, without the prefix.
 
     Raises:
         InvalidRequest: Not one complete msgpack map with text keys.
@@ -97,12 +97,12 @@ class _Phase(Enum):
 
 
 class FrameReader:
-    """Finds frames in a stream: write received bytes into `buffer()`, then tell with `received` how many.
+    """Parses frames: the caller writes received bytes into `buffer()`, then passes their number to `received`.
 
-    Nothing is allocated for a size that was not checked first. After an error the stream has no meaning any more.
+    Every size is checked before memory is allocated for it. After an error the stream cannot be parsed any further.
 
     Args:
-        sink: Gets the frames.
+        sink: Receives the frames.
         max_payload_bytes: Larger payloads are refused.
     """
 
@@ -119,12 +119,12 @@ class FrameReader:
 
     @property
     def waiting(self) -> bool:
-        """The sink owes a buffer: do not read."""
+        """Whether the sink must provide a buffer before anything more is read."""
         return self._phase is _Phase.WAITING
 
     @property
     def head_of_payload(self) -> Head | None:
-        """The head whose payload is being received or waited for."""
+        """The head of the frame whose payload is being received, or waits for a buffer; `None`: there is none."""
         return self._head if self._phase in (_Phase.WAITING, _Phase.PAYLOAD) else None
 
     def buffer(self) -> memoryview:
@@ -138,7 +138,7 @@ class FrameReader:
         return self._scrap[: self._needed - self._filled]
 
     def received(self, num_bytes: int) -> None:
-        """Take note of `num_bytes` more in the last `buffer()`; calls the sink for what is complete.
+        """Process `num_bytes` that were written into the last `buffer()`; calls the sink for what is complete.
 
         Raises:
             InvalidRequest: Malformed or over a limit.
@@ -156,13 +156,13 @@ class FrameReader:
             self._deliver(target)
 
     def provide(self, target: memoryview | None) -> None:
-        """Give the buffer that the sink owed, or `None` to drop the payload."""
+        """Provide the buffer after `LATER`, or `None` to drop the payload."""
         if self._phase is not _Phase.WAITING:
-            raise InternalError("a buffer was provided that nobody waits for")
+            raise InternalError("a buffer was provided, but no payload waits for one")
         self._expect(_Phase.PAYLOAD, target, self._payload_bytes)
 
     def drop_payload(self) -> None:
-        """Receive the rest of the current payload into scrap; its buffer is not touched again."""
+        """Drop the rest of the current payload; its buffer is not written to any more."""
         if self._phase is _Phase.PAYLOAD:
             self._target = None
 

@@ -1,7 +1,7 @@
-"""The messages of protocol version 1. The table is docs/formats/wire-v1.md; values are converted in `convert.py`.
+"""The messages of protocol version 1, specified in docs/formats/wire-v1.md; values are converted in `convert.py`.
 
-A request carries an `id` that its client chose, unique among its running requests on that connection, and is answered
-exactly once, by the reply named for it or by `Error`; `StageProgress` may come before.
+A request carries an `id` that its client chose, unique among its running requests on that connection. It is answered
+exactly once, by its reply message or by `Error`; `StageProgress` may come before.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvstore import errors
-from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest
 from kvstore.wire.fields import from_map, to_map
 from kvstore.wire.frames import Head
 
@@ -52,8 +51,6 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
-    "error_of",
-    "raise_error",
 ]
 
 PROTOCOL_VERSION = 1
@@ -74,7 +71,7 @@ class Hello(Message):
         version: Highest protocol version that the client speaks.
         token: Shared secret, empty for none.
         role: `control` or `data`.
-        client: Name for people, e.g. `pid 17`.
+        client: A readable name for logs, e.g. `pid 17`.
     """
 
     type: ClassVar[str] = "hello"
@@ -92,10 +89,11 @@ class Welcome(Message):
         version: Protocol version of this connection.
         release: Release of the service.
         max_payload_bytes: Larger payloads are refused.
-        save_credit_bytes: Payload bytes of saves that may be unanswered here; one larger save may run alone.
-        max_requests: Requests that may be unanswered here.
-        arena: Which memory the service shares with peers on its node; empty for none.
+        save_credit_bytes: Payload bytes of unanswered saves on this connection; one larger save may run alone.
+        max_requests: Unanswered requests on this connection.
+        arena: Id of the memory that the service shares with peers on its node; empty for none.
         explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
+        codes: Whether its errors carry a `code` where there is one.
     """
 
     type: ClassVar[str] = "welcome"
@@ -107,11 +105,12 @@ class Welcome(Message):
     arena: bytes = b""
     explains: bool = False
     traces: bool = False
+    codes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """Why this connection ends; nothing follows it. `kind` is a class name of `kvstore.errors`."""
+    """The reason why the service ends this connection; nothing follows. `kind` is a class name of `kvstore.errors`."""
 
     type: ClassVar[str] = "refused"
     kind: str
@@ -120,7 +119,7 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Request(Message):
-    """Base of what is answered. `deadline_ms` is relative to its arrival: clocks of two machines need not agree."""
+    """Base of requests. `deadline_ms` is relative to the arrival, so that clocks need not agree."""
 
     id: int
     deadline_ms: int
@@ -128,7 +127,7 @@ class Request(Message):
 
 @dataclass(frozen=True, slots=True)
 class Reply(Message):
-    """Base of answers; `id` is the request's."""
+    """Base of replies; `id` is the request's."""
 
     id: int
 
@@ -147,7 +146,7 @@ class NamespaceOpened(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Request):
-    """A prompt. `tokens` holds u32 per boundary, `prefixes` 32 bytes per boundary."""
+    """Asks for a prompt. `tokens` holds a u32 per boundary, `prefixes` 32 bytes per boundary."""
 
     type: ClassVar[str] = "lookup"
     namespace: bytes
@@ -160,7 +159,7 @@ class Lookup(Request):
 
 @dataclass(frozen=True, slots=True)
 class LookedUp(Reply):
-    """`masks`: `mask_bytes` little-endian bytes per boundary; `offers`: by resume point a map of bytes by tier."""
+    """`masks`: `mask_bytes` little-endian bytes per boundary; `offers`: per resume point a map from tier to bytes."""
 
     type: ClassVar[str] = "looked_up"
     resume_tokens: int
@@ -177,7 +176,7 @@ class Stage(Lookup):
 
 @dataclass(frozen=True, slots=True)
 class StageProgress(Reply):
-    """Not the last answer: `num_bytes` are staged so far."""
+    """Sent before the reply to `Stage`: `num_bytes` are staged so far."""
 
     type: ClassVar[str] = "stage_progress"
     num_bytes: int
@@ -214,7 +213,7 @@ class Renewed(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Load(Request):
-    """`arena` names the shared memory that the client has mapped: a record that stands there need not be sent."""
+    """`arena` is the id of the shared memory that the client has mapped: a record in it need not be sent."""
 
     type: ClassVar[str] = "load"
     lease: bytes
@@ -227,7 +226,7 @@ class Load(Request):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Reply):
-    """The frame's payload is the record, unless `stamp` is not zero: then it stands in the arena that was named."""
+    """The frame's payload is the record; if `stamp` is not zero, the record is in the arena of the request instead."""
 
     type: ClassVar[str] = "loaded"
     offset: int = 0
@@ -253,7 +252,7 @@ class ArenaShared(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Save(Request):
-    """The frame's payload is the record. An unknown `retention` is a normal one."""
+    """The frame's payload is the record. An unknown `retention` is treated as `normal`."""
 
     type: ClassVar[str] = "save"
     ack: str
@@ -344,7 +343,7 @@ class Pong(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Message):
-    """The answer to request `id` is of no use any more; it is answered all the same. Unknown ids are ignored."""
+    """The client no longer needs the answer to request `id`; it is answered all the same. Unknown ids are ignored."""
 
     type: ClassVar[str] = "cancel"
     id: int
@@ -352,11 +351,15 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Error(Reply):
-    """`kind` is a class name of `kvstore.errors`; an unknown one is read as `InternalError`."""
+    """Answers a failed request. `kind` is a class name of `kvstore.errors`; an unknown one means `InternalError`.
+
+    `code` tells cases of a kind apart on which a program acts; empty for most, and unknown ones are ignored.
+    """
 
     type: ClassVar[str] = "error"
     kind: str
     message: str
+    code: str = ""
 
 
 _TYPES: dict[str, type[Message]] = {
@@ -367,9 +370,6 @@ _TYPES: dict[str, type[Message]] = {
         ShareArena, ArenaShared, Outcome, Explain, Explained,
     )
 }  # fmt: skip
-_KINDS: dict[str, type[KVStoreError]] = {
-    name: kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), KVStoreError)
-}
 
 
 def encode(message: Message) -> dict[str, Any]:
@@ -388,13 +388,3 @@ def decode(head: Head) -> Message:
         seen = name[:64] if isinstance(name, str) else type(name).__name__
         raise InvalidRequest("unknown type of message", field="type", expected="a type of protocol 1", seen=seen)
     return from_map(cls, head)
-
-
-def error_of(request_id: int, error: KVStoreError) -> Error:
-    """An error as the answer to a request, under the public class that it is one of."""
-    return Error(request_id, next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), str(error))
-
-
-def raise_error(answer: Error | Refused) -> None:
-    """Raise what the other side answered, as the class it names."""
-    raise _KINDS.get(answer.kind, InternalError)(answer.message)

@@ -1,4 +1,4 @@
-"""A connection as both sides use it: frames over an asyncio transport, received into their owner's buffers."""
+"""A connection, for both sides: frames over an asyncio transport, received directly into their target buffers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Protocol, cast
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.wire import messages
-from kvstore.wire.frames import FrameReader, FrameSink, Later, pack_head
+from kvstore.wire.frames import FrameReader, FrameSink, pack_head
 
-__all__ = ["FrameConnection", "FrameOwner", "Later"]
+__all__ = ["FrameConnection", "FrameOwner"]
 
 _UNIX_BUFFER_BYTES = 256 << 10
-"""Small, so that the kernel uses a few pages again and again instead of touching fresh ones for each record."""
+"""Small, so that the kernel reuses a few pages instead of touching fresh ones for each record."""
 _TCP_BUFFER_BYTES = 4 << 20
 _WRITE_HIGH_BYTES = 8 << 20
+_POSTED_BYTES_MAX = 4 << 20
+"""Limit of unread `post` messages: a peer that sends requests but reads no answers is disconnected."""
 _LINGER_S = 1.0
 _TCP_SILENCE_MS = 10_000
+"""How long sent data may stay unacknowledged before the connection is considered dead."""
 
 
 class FrameOwner(FrameSink, Protocol):
@@ -31,24 +34,25 @@ class FrameOwner(FrameSink, Protocol):
 
 
 class FrameConnection(asyncio.BufferedProtocol):
-    """Frames in both directions; the protocol of an asyncio transport.
+    """Sends and receives frames; the protocol of an asyncio transport.
 
     Args:
-        owner: Gets what is received. Errors of `kvstore.errors` that it raises end the connection with a `Refused`.
+        owner: Receives the frames. If it raises an error of `kvstore.errors`, the connection ends with a `Refused`.
         max_payload_bytes: Larger payloads end the connection.
-        on_made: Called when there is a connection: one whose TLS handshake fails is never made, and never lost.
+        on_made: Called when the connection is established, TLS handshake included. If the handshake fails, neither this
+            nor `on_lost` is called.
     """
 
     def __init__(self, owner: FrameOwner, max_payload_bytes: int, on_made: Callable[[], None] = lambda: None) -> None:
         self._on_made = on_made
         self.reader = FrameReader(owner, max_payload_bytes)
         self.received_bytes = 0
-        self.sent_bytes = 0
         self._owner = owner
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._turn = asyncio.Lock()
+        self._posted_bytes = 0  # since the other side has stopped reading
         self._closing = False
 
     # called by the transport
@@ -86,6 +90,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._writable.clear()
 
     def resume_writing(self) -> None:
+        self._posted_bytes = 0
         self._writable.set()
 
     # called by the owner
@@ -99,22 +104,29 @@ class FrameConnection(asyncio.BufferedProtocol):
         return self._transport.get_extra_info(name) if self._transport is not None else None
 
     def post(self, message: messages.Message) -> None:
-        """Send a message without waiting, even past the high-water mark; for small ones. Dropped when closed."""
-        if self.open:
-            self._write(message, None)
+        """Send a small message without waiting, even past the high-water mark; dropped when closed. If the other side
+        does not read, more than 4 MiB of posted messages end the connection.
+        """
+        if not self.open:
+            return
+        head_bytes = self._write(message, None)
+        if not self._writable.is_set():
+            self._posted_bytes += head_bytes
+            if self._posted_bytes > _POSTED_BYTES_MAX:
+                self.abort()
 
     async def send(self, message: messages.Message, payload: memoryview | None = None, trace: str = "") -> None:
-        """Send a message when it is its turn and the other side reads; the payload is not copied.
+        """Send a message, in FIFO order and once the other side reads; the payload is not copied.
 
         Args:
-            message: What to say.
-            payload: Behind it.
-            trace: A `traceparent` for its head, for a side that reads it.
+            message: What to send.
+            payload: The frame's payload; `None`: none.
+            trace: A `traceparent` for the head, for a peer that reads it.
 
         Raises:
             Unavailable: The connection is closed.
 
-        If cancelled, the frame is wholly sent or not begun.
+        If cancelled, the frame is sent completely or not at all.
         """
         async with self._turn:
             await self._writable.wait()
@@ -123,7 +135,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._write(message, payload, trace)
 
     async def send_descriptor(self, message: messages.Message, descriptor: int) -> None:
-        """Send a message and with it a descriptor, which the other side gets a duplicate of.
+        """Send a message and a file descriptor, which the other side receives as a duplicate.
 
         Raises:
             InvalidRequest: Not a Unix socket.
@@ -140,48 +152,48 @@ class FrameConnection(asyncio.BufferedProtocol):
                 raise Unavailable("the other side does not read")
             head = pack_head(messages.encode(message))
             try:
-                # past the transport, which has nothing to send at the moment and knows no ancillary data
+                # bypasses the transport, whose buffer is empty and which cannot send ancillary data
                 with socket.socket(fileno=os.dup(sock.fileno())) as own:
                     sent = socket.send_fds(own, [head], [descriptor])
             except OSError as error:
                 raise Unavailable("a descriptor could not be sent", error=error.strerror) from error
-            self.sent_bytes += sent
-            if sent < len(head):  # the descriptor went with the first byte
+            if sent < len(head):  # the descriptor was sent with the first byte
                 transport.write(head[sent:])
 
-    def _write(self, message: messages.Message, payload: memoryview | None, trace: str = "") -> None:
+    def _write(self, message: messages.Message, payload: memoryview | None, trace: str = "") -> int:
+        """Write a frame; returns the bytes of its prefix and head."""
         assert self._transport is not None
         fields = messages.encode(message)
         if trace:
             fields["trace"] = trace
         head = pack_head(fields, 0 if payload is None else len(payload))
-        self.sent_bytes += len(head) + (0 if payload is None else len(payload))
         self._transport.write(head)
         if payload is not None:
             self._transport.write(payload)
+        return len(head)
 
     def provide(self, target: memoryview | None) -> None:
-        """Give the buffer that the owner answered `LATER` for, and read on."""
+        """Provide the buffer after the owner answered `LATER`, and resume reading."""
         if self.open and self.reader.waiting:
             self.reader.provide(target)
             assert self._transport is not None
             self._transport.resume_reading()
 
     def refuse(self, error: KVStoreError) -> None:
-        """Tell the other side why, where it still reads, and close."""
+        """Send the reason, and close."""
         if self.open:
             self._write(messages.Refused(type(error).__name__, str(error)), None)
         self.close()
 
     def close(self) -> None:
-        """Close after what was written is sent, at the latest after a second. `on_lost` follows. Idempotent."""
+        """Close once everything written is sent, but after one second at the latest. `on_lost` follows. Idempotent."""
         if self._transport is not None and not self._closing:
             self._closing = True
             self._transport.close()
             asyncio.get_running_loop().call_later(_LINGER_S, self._abort)
 
     def abort(self) -> None:
-        """Close at once, dropping what is not sent. `on_lost` follows. Idempotent."""
+        """Close at once, dropping unsent data. `on_lost` follows. Idempotent."""
         self._closing = True
         self._abort()
 
@@ -191,7 +203,7 @@ class FrameConnection(asyncio.BufferedProtocol):
 
 
 def tune_socket(sock: socket.socket | None) -> None:
-    """Buffers that suit the family; on TCP no delay, and an end to connections whose peer is silently gone."""
+    """Set the buffer sizes; on TCP also disable Nagle's algorithm and detect peers that are silently gone."""
     if sock is None:
         return
     buffer_bytes = _UNIX_BUFFER_BYTES if sock.family == socket.AF_UNIX else _TCP_BUFFER_BYTES

@@ -1,4 +1,4 @@
-"""TLS on the data port: what each side shows, whom it believes, and certificates that are renewed while it runs."""
+"""TLS on the data port: certificates and trusted authorities of both sides, and renewal while the service runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 __all__ = ["ClientTls", "ServerTls"]
 
 _LOOK_S = 5.0
-"""Whether a certificate was renewed is looked up at most so often."""
+"""Least time between two checks whether a certificate was renewed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """What a client believes and shows.
+    """The TLS settings of a client.
 
     Attributes:
-        ca_file: Authorities whose services it believes; `None`: the system's.
-        certificate_file: What it shows to a service that asks; with its chain, in PEM.
-        key_file: The certificate's key; `None`: it stands in the same file.
+        ca_file: Authorities that it trusts; `None`: the system's.
+        certificate_file: Its own certificate, for a service that requires one; with its chain, in PEM.
+        key_file: The certificate's key; `None`: it is in the same file.
     """
 
     ca_file: Path | None = None
@@ -31,7 +31,7 @@ class ClientTls:
     key_file: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For one connection: files are read again each time, so that renewed ones are taken up.
+        """A context for one connection; reads the files again each time, so that renewed ones are used.
 
         Raises:
             InvalidRequest: A file cannot be used; the message names it.
@@ -52,12 +52,12 @@ class ClientTls:
 
 @dataclass(slots=True)
 class ServerTls:
-    """What a service shows, and whom it lets in.
+    """The TLS settings of a service.
 
     Attributes:
         certificate_file: With its chain, in PEM.
-        key_file: Its key; `None`: it stands in the same file.
-        client_ca_file: Only peers with a certificate of these authorities are let in; `None`: it does not ask.
+        key_file: Its key; `None`: it is in the same file.
+        client_ca_file: Only clients with a certificate of these authorities are accepted; `None`: none is required.
     """
 
     certificate_file: Path
@@ -84,8 +84,8 @@ class ServerTls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     def refresh(self) -> None:
-        """Take up a certificate that was renewed; called for each new peer. One that cannot be read yet, or does not
-        fit its key, leaves the one before in use.
+        """Load the certificate again if its file has changed; called for each new peer. If it cannot be read yet, or
+        does not match its key, the previous one stays in use.
         """
         now_s = SYSTEM_CLOCK.monotonic_s()
         if now_s - self._looked_s < _LOOK_S:
@@ -98,7 +98,7 @@ class ServerTls:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate_file, self.key_file)
             self.context.load_cert_chain(self.certificate_file, self.key_file)
         except (OSError, ssl.SSLError):
-            return  # half renewed: looked at again
+            return  # perhaps half written: tried again at the next check
         self._seen = times
 
     def _times(self) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Step 1: the formats as first released, which docs/formats/ specifies. Nothing is older, so there is nothing to do."""
+"""Step 1: the formats as first released, specified in docs/formats/. Nothing is older, so there is nothing to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["InitialStep"]
 
 
 class InitialStep(Step):
-    """Everything is as it should be."""
+    """Every record is current."""
 
     number = 1
     name = "initial"

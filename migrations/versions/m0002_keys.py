@@ -1,6 +1,7 @@
-"""Step 2: records under an earlier key of their tenant, or plain, come under its current one; names follow.
+"""Step 2: brings records under an earlier key of their tenant, or plain ones, under its current key; names change too.
 
-Repeated whenever keys change. Services read all generations meanwhile: the current key's name, then the others'.
+Repeated whenever keys change. Meanwhile services read all generations: first under the current key's name, then under
+the others'.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class KeyStep(Step):
     """Rewrites records under the current key of their tenant.
 
     Args:
-        ring: The keys of all tenants, those that records are under now among them.
+        ring: The keys of all tenants, including those that encrypted the stored records.
     """
 
     number = 2
@@ -58,10 +59,10 @@ class KeyStep(Step):
             return False
 
     def _plain(self, record: Record, tenant: str) -> Record:
-        """The record decrypted, by the key that its header names.
+        """Decrypt a record with the key that its header names.
 
         Raises:
-            CorruptRecord: It is not what that key made, or there is no such key.
+            CorruptRecord: It was not encrypted with that key, or there is no such key.
         """
         for key in self._ring.generations(tenant):
             if (0 if key is None else key.key_id) == record.header.key_id:

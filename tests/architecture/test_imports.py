@@ -35,7 +35,7 @@ HOMES = {
     "transformers": ("kvstore/testing/checkpoints.py",),
     "torch": (
         *("connector/connector.py", "connector/vllm_facts.py", "connector/worker/", "connector/device/"),
-        *("connector/vllm_requests.py", "benchmarks/device.py"),
+        *("connector/vllm_requests.py", "benchmarks/device.py", "benchmarks/without_amx.py"),
         *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/nursery.py"),
     ),
     "numba": (),
@@ -45,7 +45,7 @@ HOMES = {
 
 # Beside the public packages: what of `runtime` carries no policy, a counter, a clock, memory and threads of a process.
 CONNECTOR_MAY_IMPORT = (
-    *("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock"),
+    *("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock", "runtime.sizes"),
     *("runtime.arena", "runtime.buffers", "runtime.prefault", "runtime.affinity"),
 )
 

@@ -21,7 +21,7 @@ _PAINTED = "new Promise((done) => setTimeout(() => requestAnimationFrame(() => r
 WIDTHS = {1280: 800, 390: 844}
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     """Chromium without a window; without its sandbox, which root cannot have, and a container's small /dev/shm."""
     async with async_playwright() as driver:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 from tests.browser.conftest import Visit, Visiting
 from tests.unit.admin.admin_world import World, prompt_of, world
 

@@ -55,7 +55,7 @@ async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
         async def in_redis() -> PendingLog:
             server: RedisServer = request.getfixturevalue("shared_redis")
-            client = redis.asyncio.Redis.from_url(server.url)
+            client = redis.asyncio.Redis.from_url(server.url, socket_timeout=None)
             stack.push_async_callback(client.aclose)
             return RedisPendingLog(client, str(tmp_path), lease_s=LEASE_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,17 @@ from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.meters import Meters
-from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract
+from kvstore.testing.damage import flipped
+from kvstore.testing.records import make_record
+from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.verify import open_or_reason
 from kvstore.tiers.wrap import GuardedTier
 
 BUDGET_BYTES = 1 << 30
+FILE_VERDICTS = "kvstore.tiers.filesystem.reading"
 
 
 class MemoryMedium(Medium):
@@ -79,3 +84,53 @@ class TestGuardedTier(LastingTierContract):
     @pytest.fixture
     async def medium(self, tmp_path: Path) -> Medium:
         return GuardedMedium(tmp_path / "records")
+
+
+async def test_a_file_that_is_replaced_while_it_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer's good record takes the name of a damaged one that is being read: it is served, not put aside."""
+    medium = FilesystemMedium(tmp_path / "records")
+    tier = await medium.open_tier()
+    record = make_record(1)
+    await tier.put(record, deadline=soon())
+    await medium.write(record.key, flipped(bytes(record.data), 8 * 500))
+    path = medium.root / format_name(record.key)
+
+    def judged(data: memoryview, key: RecordKey) -> Record | str:
+        verdict = open_or_reason(data, key)
+        if isinstance(verdict, str):
+            path.rename(tmp_path / "before")  # kept: its number must not go to the next file
+            path.write_bytes(record.data)
+        return verdict
+
+    monkeypatch.setattr(sys.modules[FILE_VERDICTS], "open_or_reason", judged)
+    stored = await tier.get(record.key, deadline=soon())
+    assert await medium.read(record.key) == record.data
+    assert stored is not None and stored.data == record.data
+    assert tier.num_quarantined == 0
+    await tier.aclose()
+
+
+async def test_a_file_of_another_size_than_the_index_says(tmp_path: Path) -> None:
+    """Another writer's record of another size has taken the name since the index was read: a miss, and it stays."""
+    medium = FilesystemMedium(tmp_path / "records")
+    tier = await medium.open_tier()
+    await tier.put(make_record(1, 1000), deadline=soon())
+    larger = make_record(1, 2000)
+    await medium.write(larger.key, bytes(larger.data))
+    assert await tier.get(larger.key, deadline=soon()) is None
+    assert await medium.read(larger.key) == larger.data
+    assert tier.num_quarantined == 0
+    await tier.aclose()
+
+
+async def test_beside_the_owner(tmp_path: Path) -> None:
+    """Whoever looks at a directory beside its owner sees what the owner has put and removed since it was listed."""
+    owner = await FilesystemTier.open(tmp_path, budget_bytes=BUDGET_BYTES)
+    going, coming = make_record(1), make_record(2)
+    await owner.put(going, deadline=soon())
+    beside = await FilesystemTier.open_beside(tmp_path)
+    await owner.delete(going.key, deadline=soon())
+    await owner.put(coming, deadline=soon())
+    assert await beside.head([going.key, coming.key], deadline=soon()) == [None, coming.num_bytes]
+    await beside.aclose()
+    await owner.aclose()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import pytest
 import uvloop
 
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.damage import flipped
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
 from tests.contract.redis_media import RedisMedium
 
@@ -79,6 +84,67 @@ async def test_missing_stripe_is_a_miss(medium: RedisMedium, tier: Tier) -> None
     assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
     stored = await tier.get(record.key, deadline=soon())
     assert stored is not None and stored.data == record.data
+
+
+async def test_what_is_told_to_exist_is_whole(medium: RedisMedium, tier: Tier) -> None:
+    """A record that might go has lost a stripe, and nobody has read it since: whoever puts it again is not told that it
+    exists, but stores it."""
+    record = make_record(1, LARGE_BYTES)
+    await tier.put_evictable(record, deadline=soon())
+    medium.raw.delete(stripe_names(record.header)[1])
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    stored = await tier.get(record.key, deadline=soon())
+    assert stored is not None and stored.data == record.data
+    assert {medium.raw.ttl(name) for name in medium.raw.keys("*")} == {-1}
+
+
+async def test_a_stripe_that_goes_before_its_header_comes(
+    medium: RedisMedium, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Redis without room evicts a stripe, which may expire until the header stands: nothing was stored, and nothing
+    of it is left that says otherwise."""
+    record = make_record(1, LARGE_BYTES)
+    topology = tier._topology  # type: ignore[attr-defined]
+    move = topology.move
+
+    async def move_and_lose(name: str, command: Sequence[Any], *, deadline: Deadline) -> object:
+        reply = await move(name, command, deadline=deadline)
+        medium.raw.delete(stripe_names(record.header)[1])
+        return reply
+
+    monkeypatch.setattr(topology, "move", move_and_lose)
+    assert await tier.put(record, deadline=soon()) is PutOutcome.FULL
+    assert await tier.head([record.key], deadline=soon()) == [None]
+    assert all(medium.raw.ttl(name) > 0 for name in medium.raw.keys("*"))
+    monkeypatch.undo()
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    stored = await tier.get(record.key, deadline=soon())
+    assert stored is not None and stored.data == record.data
+
+
+async def test_a_record_that_is_replaced_while_it_is_read(
+    medium: RedisMedium, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis evicts a record between two parts of a reading, and another engine puts its own: what came fits neither,
+    and the one that is there is read, not put aside."""
+    before, since = (make_record(1, 3 * PART_BYTES, seed=seed) for seed in (1, 2))
+    await tier.put(since, deadline=soon())
+    topology = tier._topology  # type: ignore[attr-defined]
+    read = topology.read
+
+    async def read_both(reading: Reading, *, deadline: Deadline) -> None:
+        monkeypatch.setattr(topology, "read", read)
+        values = [before.data, since.data]
+        while (command := reading.next()) is not None:
+            _, _, first, last = command
+            assert isinstance(first, int) and isinstance(last, int)
+            reading.take(values[0][first : last + 1 if last >= 0 else None])
+            values = values[-1:]
+
+    monkeypatch.setattr(topology, "read", read_both)
+    stored = await tier.get(since.key, deadline=soon())
+    assert stored is not None and stored.data == since.data
+    assert tier.num_quarantined == 0
 
 
 async def test_stripe_of_the_wrong_size(medium: RedisMedium, tier: Tier) -> None:
@@ -198,3 +264,32 @@ async def test_value_of_a_foreign_type(medium: RedisMedium, tier: Tier) -> None:
     assert await tier.get(record.key, deadline=soon()) is None
     assert tier.num_quarantined == 1
     assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+
+
+@pytest.mark.parametrize("payload_bytes", [1000, 2 << 20, LARGE_BYTES])
+@pytest.mark.parametrize("damage", ["payload bit", "wrong size"])
+async def test_a_value_that_is_replaced_while_it_is_judged(
+    medium: RedisMedium, tier: Tier, payload_bytes: int, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer's good record takes the name of a damaged one that is being read: it stays."""
+    bad, good = (make_record(1, payload_bytes, seed=seed) for seed in (1, 2))
+    data = bytes(bad.data)
+    await tier.put(bad, deadline=soon())
+    await medium.write(bad.key, flipped(data, 8 * (len(data) - 1)) if damage == "payload bit" else data[:-1])
+    looks = 0
+    read = RedisTier._read
+
+    async def looked(self: RedisTier, *args: Any) -> Any:
+        nonlocal looks
+        verdict = await read(self, *args)
+        looks += 1
+        if looks == 2:  # it looks twice
+            await self.delete(bad.key, deadline=soon())
+            await self.put(good, deadline=soon())
+        return verdict
+
+    monkeypatch.setattr(RedisTier, "_read", looked)
+    assert await tier.get(bad.key, deadline=soon()) is None
+    assert tier.num_quarantined == 0
+    stored = await tier.get(good.key, deadline=soon())
+    assert stored is not None and stored.data == good.data

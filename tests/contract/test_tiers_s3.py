@@ -7,12 +7,15 @@ import itertools
 import pytest
 
 from kvstore.format.names import format_name
+from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
+from kvstore.testing.damage import flipped
 from kvstore.testing.records import make_record
 from kvstore.testing.servers import CephRgw
 from kvstore.testing.tier_contract import LastingTierContract, Medium, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.s3 import S3Tier
+from kvstore.tiers.verify import open_off_loop
 
 pytestmark = pytest.mark.servers
 
@@ -71,4 +74,23 @@ async def test_quarantine_keeps_the_bytes(medium: S3Medium) -> None:
     path = f"/{medium.bucket}/{medium.prefix}/quarantine/{format_name(record.key)}"
     assert medium.server.request("GET", path) == (200, b"damaged")
     assert [entry async for entry in tier.scan()] == []
+    await tier.aclose()
+
+
+async def test_an_object_that_is_replaced_while_it_is_judged(medium: S3Medium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer's good record takes the name of a damaged one that is being read: it stays."""
+    tier = await medium.open_tier()
+    record = make_record(1)
+    await tier.put(record, deadline=soon())
+    await medium.write(record.key, flipped(bytes(record.data), 8 * 500))
+
+    async def judged(data: memoryview, key: RecordKey) -> Record | str:
+        verdict = await open_off_loop(data, key)
+        await medium.write(key, bytes(record.data))
+        return verdict
+
+    monkeypatch.setattr("kvstore.tiers.s3.tier.open_off_loop", judged)
+    assert await tier.get(record.key, deadline=soon()) is None
+    assert await medium.read(record.key) == record.data
+    assert tier.num_quarantined == 0
     await tier.aclose()

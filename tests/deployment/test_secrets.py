@@ -18,7 +18,9 @@ def test_it_makes_what_the_compose_file_and_the_manifests_name(tmp_path: Path) -
     """Every file, in a folder for its owner alone; a second run changes nothing."""
     folder = make_secrets(tmp_path / "secrets")
     made = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(made) == {Path(secret["file"]).name for secret in compose()["secrets"].values()}
+    in_containers = {Path(secret["file"]).name for secret in compose()["secrets"].values()}
+    assert set(made) == in_containers | {"operator-token"}
+    assert stat.S_IMODE((folder / "operator-token").stat().st_mode) == 0o600
     assert set(manifests()["Secret", "kvstore-secrets"]["stringData"]) <= set(made)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert all(made.values())
@@ -62,3 +64,17 @@ def test_prometheus_shows_a_token_that_the_services_know(tmp_path: Path) -> None
     folder = make_secrets(tmp_path)
     grant = read_credentials(folder / "credentials.toml").grant_of((folder / "metrics-token").read_text())
     assert grant is not None and grant.tenant is None and grant.scopes == {Scope.READ}
+
+
+def test_the_operator_has_a_token_of_its_own(tmp_path: Path) -> None:
+    """It may do everything; secrets that were made before there was one get it, and keep all others."""
+    folder = make_secrets(tmp_path)
+    token, before = folder / "operator-token", (folder / "credentials.toml").read_text()
+    grant = read_credentials(folder / "credentials.toml").grant_of(token.read_text())
+    assert grant is not None and grant.tenant is None and Scope.ADMIN in grant.scopes
+    token.unlink()
+    (folder / "credentials.toml").write_text(before.partition("\n[[")[0] + "\n")
+    make_secrets(folder)
+    credentials = read_credentials(folder / "credentials.toml")
+    assert len(credentials) == 2 and credentials.grant_of((folder / "metrics-token").read_text()) is not None
+    assert credentials.grant_of(token.read_text()) is not None

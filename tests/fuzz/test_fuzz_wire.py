@@ -24,6 +24,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
+from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import LATER, FrameReader, Head, Later
 from kvstore.wire.messages import decode, encode
 from kvstore.wire.protocol import FrameConnection
@@ -166,7 +167,7 @@ def test_heads_of_messages(choose: random.Random) -> None:
             case messages.Load() | messages.Discard():
                 convert.parse_key(message)
             case messages.Error() | messages.Refused():
-                messages.raise_error(message)
+                raise_error(message)
 
 
 class Pipe(asyncio.Transport):

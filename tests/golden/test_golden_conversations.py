@@ -28,6 +28,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
+from kvstore.wire.failures import raise_error
 
 FILES = sorted(Path(__file__).parent.glob("wire-v1-*.jsonl"))
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -306,4 +307,4 @@ def test_a_refusal_of_that_release_is_raised() -> None:
         if one.answers[:1] and one.answers[0].type == "refused"
     )
     with pytest.raises(InvalidRequest, match="the token is wrong"):
-        messages.raise_error(messages.decode(refusal.head))  # type: ignore[arg-type]
+        raise_error(messages.decode(refusal.head))  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ class Traffic:
     num_refused: int = 0
     longest_s: float = 0.0
     ended: bool = False
-    served_s: float = 0.0
 
     async def run(self, first: int) -> None:
         for number in range(first, first + 1_000_000):
@@ -43,7 +42,6 @@ class Traffic:
                 # an acknowledged write that was not replicated yet is lost with its primary: a miss, never other bytes
                 assert got is None or got.data == record.data
                 self.stored.append(record.key)
-                self.served_s = time.monotonic()
             self.longest_s = max(self.longest_s, (time.monotonic() - started_s) / 2)
 
 

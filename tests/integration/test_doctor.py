@@ -255,7 +255,7 @@ ROUNDS = {
     ),
     "what costs hits": (
         Fault(
-            *(_redis(maxmemory_policy="noeviction"), "redis.policy", "takes no new record"),
+            *(_redis(maxmemory_policy="noeviction"), "redis.policy", "accepts no new record"),
             ("CONFIG SET maxmemory-policy volatile-lru",),
             "warning",
         ),

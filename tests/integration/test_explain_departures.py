@@ -19,7 +19,7 @@ from tests.unit.connector.support import eventually, tokens_of
 
 pytestmark = pytest.mark.servers
 
-AWAY_S = 0.4
+AWAY_S = 1.2
 """How far Redis is: between the catalog's answer and the first record there is time for something to happen."""
 
 
@@ -135,7 +135,7 @@ def test_gone_and_it_is_known_why(tmp_path: Path) -> None:
 def test_deadline_in_the_middle_of_a_fetch(tmp_path: Path) -> None:
     """Redis stands still while it sends records, for longer than the request may wait; the stall comes later."""
     slow = {"stall_timeout_ms": 60_000, "fetch_timeout_ms": 60_000}
-    with far_redis(tmp_path, max_wait_ms=3000, **slow) as (at, redis, proxy):  # type: ignore[arg-type]
+    with far_redis(tmp_path, max_wait_ms=8000, **slow) as (at, redis, proxy):  # type: ignore[arg-type]
         assert ask_and(at, proxy, "a", redis.freeze) == 0
         told = at.explain("a")
         assert (told["result"], told["reason"]) == ("miss", "deadline")
@@ -144,7 +144,7 @@ def test_deadline_in_the_middle_of_a_fetch(tmp_path: Path) -> None:
 
 def test_stall_in_the_middle_of_a_fetch(tmp_path: Path) -> None:
     """Redis stands still while it sends records, for longer than `stall_timeout_ms`."""
-    with far_redis(tmp_path, stall_timeout_ms=2500, fetch_timeout_ms=60_000) as (at, redis, proxy):
+    with far_redis(tmp_path, stall_timeout_ms=4000, fetch_timeout_ms=60_000) as (at, redis, proxy):
         assert ask_and(at, proxy, "a", redis.freeze) == 0
         told = at.explain("a")
         assert (told["result"], told["reason"]) == ("miss", "stall")

@@ -14,7 +14,7 @@ from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler, ServerFacts, format_facts
+from kvstore.catalog.redis_reconcile import Reconciler, ServerCounters, format_counters
 from kvstore.catalog.redis_sample import Sample, Sampler
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
@@ -118,7 +118,7 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
         assert isinstance(catalog, RedisCatalog)
         await catalog.clear(deadline=soon())
         await catalog.set_complete(True, deadline=soon())
-        await catalog.note("reconciled", format_facts([ServerFacts("a run that has ended", 0)]), deadline=soon())
+        await catalog.note("reconciled", format_counters([ServerCounters("a run that has ended", 0)]), deadline=soon())
         await Reconciler(catalog, Meters()).look()
         assert not await catalog.is_complete(deadline=soon())
         await catalog.set_complete(True, deadline=soon())
@@ -169,7 +169,7 @@ async def test_records_that_nobody_told_of(client: Redis, shared_redis: RedisSer
         assert await told(catalog) != await scanned(settings)
         assert await Sampler(catalog).look() == Sample(0, 0)  # whoever has put them may be about to tell
         reconciler = Reconciler(catalog, Meters())
-        reconciler._sampler = Sampler(catalog, patience_s=0.0)
+        reconciler._sampler = Sampler(catalog, grace_s=0.0)
         await reconciler.look()
         assert not await catalog.is_complete(deadline=soon())
         assert await told(catalog) == await scanned(settings)  # so small a Redis was sampled as a whole
@@ -190,7 +190,7 @@ async def test_a_redis_that_was_flushed_under_a_service(
                 await asyncio.sleep(0.02)
         await client.flushall()
         async with asyncio.timeout(WITHIN_S):
-            while "the catalog is not complete any more" not in caplog.text:
+            while "the catalog is no longer complete" not in caplog.text:
                 await asyncio.sleep(0.02)
         await save(store, [after])
         assert await catalog.namespaces(deadline=soon()) == {after.namespace: ""}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.catalog.redis import RedisCatalog
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.servers import RedisCluster, RedisServer, redis_server
 from kvstore.tiers.locations_redis import parse_redis
 from kvstore.tiers.redis import open_control
 
@@ -36,3 +41,17 @@ async def test_a_restarted_server_is_found_again() -> None:
                 await control.ping()
             server.restart()
             assert await control.ping() is True
+
+
+@pytest.mark.parametrize("server", ["shared_redis", "shared_cluster"])
+async def test_more_lookups_than_connections(request: pytest.FixtureRequest, server: str) -> None:
+    """Many engines look up at the same moment: calls wait for a connection, none fails for the lack of one."""
+    running: RedisServer | RedisCluster = request.getfixturevalue(server)
+    prompt = Prompt(ATTENTION, "many engines", 64)
+    prefixes = [boundary.prefix for boundary in prompt.query().boundaries]
+    async with open_control(parse_redis(running.url)) as control:
+        catalog, namespace = RedisCatalog(control), prompt.description.id
+        await catalog.register(namespace, prompt.layout, "", deadline=Deadline.after(60))
+        deadline = Deadline.after(60)
+        tables = await asyncio.gather(*(catalog.lookup(namespace, prefixes, deadline=deadline) for _ in range(200)))
+    assert len(tables) == 200

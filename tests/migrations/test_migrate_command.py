@@ -300,8 +300,8 @@ def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixtur
     ("flags", "status", "words"),
     [
         ({"KVSTORE_ENCRYPTION_KEYS": None}, 2, "name the services' key file field=encryption_keys"),
-        ({"KVSTORE_COLD": "s3://bucket/prefix"}, 2, "a migration needs a Redis as hot"),
-        ({"KVSTORE_COLD": "memory:"}, 2, "a migration needs a Redis as hot"),
+        ({"KVSTORE_COLD": "s3://bucket/prefix"}, 2, "a migration needs Redis as hot"),
+        ({"KVSTORE_COLD": "memory:"}, 2, "a migration needs Redis as hot"),
         ({"KVSTORE_ENCRYPTION_KEYS": "/nowhere"}, 2, "cannot read the keys"),
     ],
 )

@@ -17,7 +17,7 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
 from kvstore.model.spans import Span
 
-U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
+U16, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 64))
 KEYS = st.builds(
     RecordKey,
     namespace=st.binary(min_size=16, max_size=16).map(NamespaceId),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
-from tests.simulation.virtual_time import NumberedTask
+from tests.virtual_time import NumberedTask
 
 T = TypeVar("T")
 

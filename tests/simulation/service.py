@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ from tests.simulation.process import Process
 from tests.simulation.redis_catalog import RedisBooks, SimulatedRedisCatalog
 from tests.simulation.servers import Link, Server
 from tests.simulation.tiers import SimulatedTier
-from tests.simulation.virtual_time import VirtualClock
+from tests.virtual_time import VirtualClock
 
 _PROBE_S = 2.0
 LOOK_S = 4.0
@@ -179,8 +178,3 @@ class Service:
     @property
     def links(self) -> tuple[Link, Link]:
         return self.to_redis, self.to_s3
-
-
-async def until_open(service: Service) -> None:
-    while not service.is_open and service.process.is_alive:
-        await asyncio.sleep(0.05)

@@ -24,8 +24,8 @@ from tests.simulation.media import Gone, Medium
 from tests.simulation.process import Process, ProcessDied, adopt
 from tests.simulation.servers import Link, Server
 from tests.simulation.tiers import SimulatedTier
-from tests.simulation.virtual_time import Deadlock, VirtualClock, VirtualLoop
 from tests.simulation.world import simulate
+from tests.virtual_time import Deadlock, VirtualClock, VirtualLoop
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -35,6 +36,7 @@ def run(seeds: range) -> list[Outcome]:
             outcomes.append(simulate(seed))
         except Violation as violation:
             pytest.fail(f"seed {seed}: replay it with\n    {replay_command(seed)}\n{violation}", pytrace=False)
+    gc.collect()  # worlds are full of cycles, and nothing else makes Python look for them in time
     return outcomes
 
 

@@ -57,7 +57,7 @@ class SimulatedTier(Tier):
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
         self._check_open()
-        data = await self._link("get", lambda: self._read(key), deadline)
+        stored, data = await self._link("get", lambda: self._read(key), deadline)
         if data is None:
             return None
         buffer = allocate_exactly(len(data), allocate)
@@ -65,15 +65,17 @@ class SimulatedTier(Tier):
         opened = await open_off_loop(buffer, key)
         if isinstance(opened, Record):
             return opened
-        await self.quarantine(key, opened, deadline=deadline)
+        await self._put_aside(key, opened, lambda data: data is stored, deadline)
         return None
 
-    def _read(self, key: RecordKey) -> bytes | None:
+    def _read(self, key: RecordKey) -> tuple[bytes | None, bytes | None]:
+        """What is stored, and what of it arrives."""
         data, server = self._medium.records.get(key), self._link.server
+        stored = data
         if data is not None and server.numbers.random() < server.weather.mangling:
             self._on_damage(key)
             data = mangled(data, server.numbers, list(self._medium.records.values()))
-        return data
+        return stored, data
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check_open()
@@ -93,12 +95,23 @@ class SimulatedTier(Tier):
         self._check_open()
         await self._link("allow_eviction", lambda: self._medium.allow_eviction(keys), deadline)
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         self._check_open()
-        if await self._link("quarantine", lambda: self._medium.take(key, Gone.QUARANTINED), deadline):
+        return await self._put_aside(key, reason, lambda data: seen is None or data == seen.data, deadline)
+
+    async def _put_aside(
+        self, key: RecordKey, reason: str, is_seen: Callable[[bytes], bool], deadline: Deadline
+    ) -> bool:
+        def work() -> bool:
+            data = self._medium.records.get(key)
+            return data is not None and is_seen(data) and self._medium.take(key, Gone.QUARANTINED)
+
+        is_aside = await self._link("quarantine", work, deadline)
+        if is_aside:
             self._num_quarantined += 1
             if self.on_quarantine is not None:
                 self.on_quarantine(key, reason)
+        return is_aside
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()

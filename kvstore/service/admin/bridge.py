@@ -21,13 +21,9 @@ class Bridge:
 
     Args:
         loop: The store's.
-
-    Attributes:
-        num_calls: Pieces so far.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.num_calls = 0
         self._loop = loop
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
@@ -40,7 +36,6 @@ class Bridge:
         If cancelled, the work is cancelled too.
         """
         async with deadline.scope("a piece of work in the service"), self._turns:
-            self.num_calls += 1
             coroutine = work()
             try:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

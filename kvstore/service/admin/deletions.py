@@ -17,7 +17,7 @@ from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.deletion import Deleted, count_entry, delete_entries
 from kvstore.service.admin.family import family_of
-from kvstore.service.admin.job_board import Job, JobKind
+from kvstore.service.admin.job import Job, JobKind
 from kvstore.service.admin.jobs import JobStatus, status_of
 from kvstore.service.admin.listing import entry_at, steps_of
 from kvstore.service.admin.parameters import (

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 from kvstore.errors import Closed, KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.service.admin.job import Job, JobKind, JobState
+from kvstore.service.admin.job_keeper import KEEP_S, JobKeeper
 from kvstore.service.admin.problems import Refused
 from kvstore.service.credentials import Grant
 
-__all__ = ["Job", "JobBoard", "JobKind", "JobState"]
+__all__ = ["JobBoard", "Work"]
 
 _log = logging.getLogger(__name__)
 _audit = logging.getLogger("kvstore.audit")
@@ -29,79 +28,22 @@ _ID_BYTES = 8
 _BUSY_S = 5
 
 
-class JobKind(Enum):
-    """What a job does."""
-
-    DELETION = "deletion"
-    GC = "gc"
-    VERIFY = "verify"
-    REINDEX = "reindex"
-    DRAIN = "drain"
-
-
-class JobState(Enum):
-    """Where a job is. All but the first are final."""
-
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-@dataclass(slots=True)
-class Job:
-    """One long operation, also while it works.
-
-    Attributes:
-        id: 16 hex digits that nobody can guess.
-        kind: What it does.
-        tenant: Whose it is; `None`: the operators'.
-        about: What it is about, like `{"tier": "cold"}`.
-        is_dry_run: It only tells what it would do.
-        created_s: When it was asked for, in seconds since the Unix epoch.
-        state: Where it is.
-        ended_s: When it ended.
-        done: How far it is, in `unit`.
-        total: How far it goes; `None`: not known.
-        unit: What is counted.
-        report: What it found and did so far; when it has ended, all of it.
-        error: Why it failed.
-        who: What logs call whoever asked for it.
-    """
-
-    id: str
-    kind: JobKind
-    tenant: str | None
-    about: Mapping[str, str]
-    is_dry_run: bool
-    created_s: int
-    state: JobState = JobState.RUNNING
-    ended_s: int | None = None
-    done: int = 0
-    total: int | None = None
-    unit: str = "records"
-    report: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    who: str = ""
-
-    def is_seen_by(self, grant: Grant) -> bool:
-        """Whether it is there for a token: its own tenant's, and every operator's."""
-        return grant.tenant is None or grant.tenant == self.tenant
-
-
 Work = Callable[[Job], Awaitable[None]]
 """Does what a job is about, and writes progress and report into it."""
 
 
 class JobBoard:
-    """All jobs of this service. Belongs to the administration's loop; a restart forgets them.
+    """All jobs of this service. Belongs to the administration's loop; of those that a restart cuts short the keeper
+    tells the next service.
 
     Args:
         clock: For times.
+        keeper: Remembers them; `None`: there is nowhere to.
     """
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK, keeper: JobKeeper | None = None) -> None:
         self._clock = clock
+        self._keeper = keeper
         self._jobs: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background = Background("administration jobs")
@@ -137,7 +79,16 @@ class JobBoard:
             raise Refused(503, "the service is stopping", headers={"Retry-After": "1"}) from error
         self._jobs[job.id], self._tasks[job.id] = job, task
         task.add_done_callback(lambda _: self._ended(job))
+        if self._keeper is not None:
+            self._background.spawn(self._keep(self._keeper, job, task), "keeping")
         return job
+
+    @staticmethod
+    async def _keep(keeper: JobKeeper, job: Job, task: asyncio.Task[None]) -> None:
+        while not task.done():
+            await keeper.write(job)
+            await asyncio.wait({task}, timeout=KEEP_S)
+        await keeper.ended(job)
 
     async def _run(self, job: Job, work: Work) -> None:
         try:
@@ -173,30 +124,46 @@ class JobBoard:
         for job in (*old, *own[: max(0, len(own) - _KEPT_OF_ONE_MAX)]):
             self._jobs.pop(job.id, None)
 
-    def seen_by(self, grant: Grant) -> Iterator[Job]:
-        """The jobs that a token may see, the latest first."""
-        return (job for job in reversed(list(self._jobs.values())) if job.is_seen_by(grant))
+    async def seen_by(self, grant: Grant) -> list[Job]:
+        """The jobs that a token may see: this service's, the latest first, then those that were cut short."""
+        return [
+            job for job in [*reversed(list(self._jobs.values())), *await self._cut_short()] if job.is_seen_by(grant)
+        ]
 
-    def find(self, id_: str, grant: Grant) -> Job:
+    async def find(self, id_: str, grant: Grant) -> Job:
         """A job that a token may see. Another's is not there.
 
         Raises:
             Refused: 404: it is not there.
         """
-        job = self._jobs.get(id_)
+        job = self._jobs.get(id_) or next((one for one in await self._cut_short() if one.id == id_), None)
         if job is None or not job.is_seen_by(grant):
             raise Refused(
-                404, "no such job: ended ones are kept for an hour, a restart forgets all", field="job", seen=id_
+                404,
+                "no such job: ended ones are kept for an hour, and by the service that ran them",
+                field="job",
+                seen=id_,
             )
         return job
 
+    async def _cut_short(self) -> list[Job]:
+        return await self._keeper.interrupted(self._jobs.keys()) if self._keeper is not None else []
+
     async def cancel(self, job: Job) -> None:
-        """End a job that runs, and return when it has; one that has ended stays as it is."""
+        """End a job that runs, and return when it has; one that has ended stays as it is, one that was cut short is
+        forgotten.
+        """
+        if job.state is JobState.INTERRUPTED and self._keeper is not None:
+            await self._keeper.remove([job.id])
         task = self._tasks.get(job.id)
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
 
     async def aclose(self) -> None:
-        """Cancel all, and wait until they have ended. Idempotent."""
+        """Cancel all, and wait until they have ended; how far they came is remembered. Idempotent."""
+        cut_short = [job for job in self._jobs.values() if job.state is JobState.RUNNING]
         await self._background.aclose()
+        if self._keeper is not None:
+            keeper = self._keeper
+            await asyncio.gather(*(keeper.write(job) for job in cut_short if job.state is JobState.CANCELLED))

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.context import Context
-from kvstore.service.admin.job_board import Job, JobKind, JobState
+from kvstore.service.admin.job import Job, JobKind, JobState
+from kvstore.service.admin.job_keeper import again_of
 from kvstore.service.admin.problems import refusals
 
 __all__ = ["JobStatus", "router", "status_of"]
@@ -47,6 +48,7 @@ class JobStatus(BaseModel):
                 "progress": {"done": 4096, "total": 65536, "unit": "boundaries"},
                 "report": {"retired": {"s3": {"num_boundaries": 12, "num_records": 96, "num_bytes": 25165824}}},
                 "error": None,
+                "again": None,
             }
         }
     )
@@ -56,12 +58,13 @@ class JobStatus(BaseModel):
     tenant: str | None = Field(description="whose it is; null: the operators'")
     about: dict[str, str] = Field(description="what it was asked about")
     is_dry_run: bool = Field(description="it changes nothing, and tells what it would do")
-    state: JobState = Field(description="`done`, `failed` and `cancelled` are final")
+    state: JobState = Field(description="all but `running` are final; `interrupted`: its service ended before it")
     created_s: int = Field(description="when it was asked for, in seconds since the Unix epoch")
     ended_s: int | None = Field(description="when it ended")
     progress: JobProgress
     report: dict[str, Any] = Field(description="what it found and did so far; docs/admin.md tells the fields by kind")
     error: str | None = Field(description="why it failed")
+    again: str | None = Field(description="of an interrupted one: what starts it again")
 
 
 class JobList(BaseModel):
@@ -73,23 +76,23 @@ class JobList(BaseModel):
 @router.get("/jobs", responses=refusals(401, 403, 422, 429, 503))
 async def list_jobs(context: Context, grant: Reader) -> JobList:
     """Jobs that run, and those that ended within the last hour, the latest first; a tenant sees its own. Each service
-    tells of its own jobs, and a restart forgets them.
+    tells of its own jobs, and of those that were interrupted because the service that ran them ended, for a week.
     """
-    return JobList(jobs=[status_of(job) for job in context.jobs.seen_by(grant)])
+    return JobList(jobs=[status_of(job) for job in await context.jobs.seen_by(grant)])
 
 
 @router.get("/jobs/{job}", responses=refusals(401, 403, 404, 422, 429, 503))
 async def show_job(context: Context, grant: Reader, job: JobText) -> JobStatus:
     """One job, how far it is, and what it found so far."""
-    return status_of(context.jobs.find(job, grant))
+    return status_of(await context.jobs.find(job, grant))
 
 
 @router.delete("/jobs/{job}", responses=refusals(401, 403, 404, 422, 429, 503))
 async def cancel_job(context: Context, grant: Administrator, job: JobText) -> JobStatus:
     """End a job that runs; what it has done stays done. The answer is the job as it ended; one that had ended before
-    is told as it is.
+    is told as it is, and one that was interrupted is told a last time and then forgotten.
     """
-    found = context.jobs.find(job, grant)
+    found = await context.jobs.find(job, grant)
     await context.jobs.cancel(found)
     return status_of(found)
 
@@ -108,4 +111,5 @@ def status_of(job: Job) -> JobStatus:
         progress=JobProgress(done=job.done, total=job.total, unit=job.unit),
         report=dict(job.report),
         error=job.error,
+        again=again_of(job),
     )

@@ -16,7 +16,7 @@ from kvstore.format.names import parse_name
 from kvstore.model.keys import NamespaceId
 from kvstore.service.admin.access import OperatorAdministrator
 from kvstore.service.admin.context import AdminContext, Context
-from kvstore.service.admin.job_board import Job, JobKind
+from kvstore.service.admin.job import Job, JobKind
 from kvstore.service.admin.jobs import JobStatus, status_of
 from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.problems import Refused, refusals

@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvstore.compose_retention import open_job_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -21,6 +22,8 @@ from kvstore.service.admin.app import make_app
 from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
 from kvstore.service.admin.context import AdminContext
+from kvstore.service.admin.job_board import JobBoard
+from kvstore.service.admin.job_keeper import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
 from kvstore.store.encrypted import EncryptedStore
@@ -59,11 +62,26 @@ def serve_admin(
 async def _serve(
     sock: socket.socket, bridge: Bridge, stop: threading.Event, service: Administered, tls: ServerTls | None
 ) -> None:
+    async with open_job_book(service.settings) as book:
+        keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
+        await _serve_with(sock, bridge, stop, service, tls, jobs=JobBoard(keeper=keeper))
+
+
+async def _serve_with(
+    sock: socket.socket,
+    bridge: Bridge,
+    stop: threading.Event,
+    service: Administered,
+    tls: ServerTls | None,
+    *,
+    jobs: JobBoard,
+) -> None:
     operations = service.store.operations
     catalog = CatalogAccess(service.settings, bridge, operations)
     context = AdminContext(
         bridge, catalog, operations, service.server.describe, service.store.events, service.history, stop.is_set
     )
+    context = replace(context, jobs=jobs)
     if isinstance(service.store, EncryptedStore):
         context = replace(context, generations=service.store.generations)
     config = uvicorn.Config(

@@ -33,15 +33,12 @@ class EngineProcess:
     """A running engine. Not for several threads at once; `send` and `receive` split `generate` in two.
 
     Attributes:
-        start_s: Seconds from start to ready.
         log: File with everything that the engine wrote.
     """
 
     def __init__(self, spec: EngineSpec, log: Path, work: Path) -> None:
         self.spec = spec
         self.log = log
-        self.start_s = 0.0
-        self._started_s = time.monotonic()
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
         self._child: subprocess.Popen[bytes] | WarmChild
@@ -85,7 +82,6 @@ class EngineProcess:
             EngineFailed: It ended, or time is up.
         """
         self._next("ready", timeout_s)
-        self.start_s = time.monotonic() - self._started_s
 
     def generate(self, requests: Sequence[Request], *, timeout_s: float = 240.0) -> list[Answer]:
         """Answer requests; all of them run at once.

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import logging
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
-from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import ROOT, format_name, manifest_name, parse_name
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
@@ -23,7 +20,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.failures import is_full, unavailable
 from kvstore.tiers.filesystem.index_log import Held, IndexLog, pack_key
-from kvstore.tiers.verify import open_or_reason
+from kvstore.tiers.filesystem.reading import damage_of, holds, opened, read_opened
 
 __all__ = ["Fsync", "RecordFiles"]
 
@@ -61,7 +58,7 @@ class RecordFiles:
         self._locks = [threading.Lock() for _ in range(64)]
 
     def open(self) -> None:
-        """Make the directories, take the lock, and remove what an earlier owner left half written.
+        """Make the directories, take the lock, and remove partial files of an earlier owner.
 
         Raises:
             Unavailable: Another process owns the directory, or it cannot be used.
@@ -76,10 +73,10 @@ class RecordFiles:
             raise unavailable(error, "open the directory", self.root) from error
 
     def held(self) -> Held:
-        """What is held, oldest first: as an earlier owner's log says, or where that is not to be trusted the directory.
+        """What is held, oldest first: from an earlier owner's log or, if that cannot be trusted, from the directory.
 
-        From now on the log notes what is added and removed. A disk too full for a new one has none: the next owner
-        reads the directory again.
+        From now on the log notes what is added and removed. If the disk is too full for a new log there is none, and
+        the next owner reads the directory again.
 
         Raises:
             Unavailable: The directory cannot be read.
@@ -98,11 +95,11 @@ class RecordFiles:
         return held
 
     def end_log(self, order: Iterable[bytes]) -> None:
-        """Keep what is held in order of use. Idempotent."""
+        """Write what is held to the log, in order of use. Idempotent."""
         try:
             self._log.end(order)
         except OSError as error:
-            _log.warning("the order of use could not be kept error=%s", error)
+            _log.warning("the index cannot be written, the order of use is lost error=%s", error)
 
     def recover(self) -> list[tuple[RecordKey, int]]:
         """Every whole record with its bytes, oldest file first. A record of the wrong size is quarantined."""
@@ -114,21 +111,20 @@ class RecordFiles:
                 except InvalidRequest:
                     _log.debug("not a record, left alone path=%s", path)
                     continue
-                with path.open("rb", buffering=0) as file:
-                    status = os.fstat(file.fileno())
-                    head = file.read(HEADER_BYTES)
-                reason = _damage(head, status.st_size, key)
-                if reason is None:
-                    found.append((status.st_mtime_ns, key, status.st_size))
-                else:
-                    self.quarantine(key, reason)
+                with opened(path) as file:
+                    status = os.fstat(file)
+                    reason = damage_of(file, key)
+                    if reason is None:
+                        found.append((status.st_mtime_ns, key, status.st_size))
+                    else:
+                        self._put_aside(key, reason, file)
         except OSError as error:
             raise unavailable(error, "read the directory", self.root) from error
         found.sort()
         return [(key, num_bytes) for _, key, num_bytes in found]
 
     def names(self) -> list[tuple[RecordKey, int]]:
-        """Every record by its name alone, with its file's bytes; nothing is read or changed.
+        """Every record by its name alone, with its file's size; no record is read or changed.
 
         Raises:
             Unavailable: There is no such directory, or it cannot be read.
@@ -144,6 +140,18 @@ class RecordFiles:
             raise unavailable(error, "read the directory", self.root) from error
         return found
 
+    def sizes(self, keys: Iterable[RecordKey]) -> list[int | None]:
+        """For each key the size of the file that has its name, or `None`."""
+        found: list[int | None] = []
+        for key in keys:
+            try:
+                found.append(self._path(key).lstat().st_size)
+            except FileNotFoundError:
+                found.append(None)
+            except OSError as error:
+                raise unavailable(error, "look for a record", self._path(key)) from error
+        return found
+
     def _candidates(self) -> Iterator[Path]:
         for folder, folders, names in os.walk(self.root / ROOT, followlinks=False):
             folders.sort()
@@ -153,7 +161,7 @@ class RecordFiles:
                     yield path
 
     def close(self) -> None:
-        """Give the directory free for another owner. Idempotent."""
+        """Release the directory for another owner. Idempotent."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -162,7 +170,7 @@ class RecordFiles:
         """Remove `victims`, then store `record` unless its name is taken.
 
         Returns:
-            The outcome, and the bytes of the file that stands under the name now (0: none).
+            The outcome, and the size of the file that now has the name (0: none).
         """
         for victim in victims:
             self.remove(victim)
@@ -189,20 +197,24 @@ class RecordFiles:
                 temp.unlink()
 
     def read(self, key: RecordKey, buffer: memoryview) -> Record | None:
-        """Read a record of exactly `len(buffer)` bytes and verify it; what does not match its seal is quarantined."""
+        """Read a record of exactly `len(buffer)` bytes and verify it; what does not match its seal is quarantined.
+
+        `None`: it is not there, was put aside, or another one of another size has the name by now.
+        """
         path = self._path(key)
         try:
-            damage = _read_whole(path, buffer)
+            with opened(path) as file:
+                record = read_opened(file, buffer, key)
+                if not isinstance(record, str):
+                    return record
+                if self._put_aside(key, record, file):
+                    return None
         except FileNotFoundError:
             self._strike_out(key)
             return None
         except OSError as error:
             raise unavailable(error, "read a record", path) from error
-        opened = open_or_reason(buffer, key) if damage is None else damage
-        if isinstance(opened, Record):
-            return opened
-        self.quarantine(key, opened)
-        return None
+        return self.read(key, buffer)  # it was removed while it was read, and perhaps put again
 
     def remove(self, key: RecordKey) -> bool:
         """Remove a record's file. False: it was not there."""
@@ -219,7 +231,7 @@ class RecordFiles:
         return True
 
     def remove_all(self, keys: Iterable[RecordKey]) -> None:
-        """Remove many records' files; those that cannot be are left, and the last reason is raised."""
+        """Remove many records' files; those that cannot be removed are left, and the last error is raised."""
         failure: Unavailable | None = None
         for key in keys:
             try:
@@ -229,12 +241,37 @@ class RecordFiles:
         if failure is not None:
             raise failure
 
-    def quarantine(self, key: RecordKey, reason: str) -> bool:
-        """Rename a record out of reach, count and log it, and drop the oldest beyond the limits. False: not there."""
+    def quarantine(self, key: RecordKey, reason: str, seen: Record | None = None) -> tuple[bool, int]:
+        """Put aside a record that was found bad, but no other than `seen` (`None`: whatever stands there).
+
+        Returns:
+            Whether it was put aside, and the size of the file that has the name now (0: none).
+        """
+        path = self._path(key)
+        try:
+            with opened(path) as file:
+                if (seen is None or holds(file, seen.data)) and self._put_aside(key, reason, file):
+                    return True, 0
+        except FileNotFoundError:
+            self._strike_out(key)
+            return False, 0
+        except OSError as error:
+            raise unavailable(error, "quarantine a record", path) from error
+        with self._lock_of(key):
+            return False, self._note_size(key, path)
+
+    def _put_aside(self, key: RecordKey, reason: str, file: int) -> bool:
+        """Rename a record out of reach, count and log it, and drop the oldest beyond the limits.
+
+        False: the name is free by now, or has another file than the open one. In a process beside the owner
+        (`kvstore verify`) the owner may put another one between our look and the renaming, microseconds later.
+        """
         path = self._path(key)
         name = f"{SYSTEM_CLOCK.wall_ms():016d}-{format_name(key).replace('/', '_')}"
         with self._lock_of(key):
             try:
+                if not os.path.samestat(path.lstat(), os.fstat(file)):
+                    return False
                 path.rename(self._quarantine / name)
             except FileNotFoundError:
                 self._log.removed(key)
@@ -246,7 +283,7 @@ class RecordFiles:
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
         _log.warning("record quarantined key=%s reason=%s file=%s", key, reason, self._quarantine / name)
-        with contextlib.suppress(OSError):  # another thread may be at the same; the next quarantine finishes the job
+        with contextlib.suppress(OSError):  # another thread may do the same; the next quarantine finishes the job
             self._bound_quarantine()
         return True
 
@@ -274,13 +311,13 @@ class RecordFiles:
             raise unavailable(error, "read a manifest", path) from error
 
     def _strike_out(self, key: RecordKey) -> None:
-        """Tell the log that a file is gone which somebody else removed."""
+        """Tell the log of a file that another process has removed."""
         with self._lock_of(key):
             if not self._path(key).exists():
                 self._log.removed(key)
 
     def _lock_of(self, key: RecordKey) -> threading.Lock:
-        """Held while a name appears or goes and the log is told, so that the log ends with what is true."""
+        """Held while a name appears or goes and the log is told, so that the log's last entry on it is right."""
         return self._locks[key.prefix[0] % len(self._locks)]
 
     def _path(self, key: RecordKey) -> Path:
@@ -308,7 +345,7 @@ class RecordFiles:
             os.link(temp, path)
 
     def _note_size(self, key: RecordKey, path: Path) -> int:
-        """Bytes of the file that stands under a name after a write did not put it there; 0: none."""
+        """Note and return the size of the file that has a name although our write did not put it there; 0: none."""
         try:
             num_bytes = path.stat().st_size
             self._log.added(key, num_bytes)
@@ -340,39 +377,3 @@ def _lock(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _read_whole(path: Path, buffer: memoryview) -> str | None:
-    """Fill `buffer` from a regular file of exactly its size; why that was not possible, or `None`."""
-    try:  # not through a link, and without waiting at a pipe that somebody put there
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return "a link stands under this name"
-        raise
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != len(buffer):
-            return f"file has the wrong kind or size expected={len(buffer)} seen={status.st_size}"
-        done = 0
-        while done < len(buffer):
-            num_bytes = os.readv(fd, [buffer[done:]])
-            if num_bytes == 0:
-                return f"file was cut short while it was read expected={len(buffer)} seen={done}"
-            done += num_bytes
-    finally:
-        os.close(fd)
-    return None
-
-
-def _damage(head: bytes, num_bytes: int, key: RecordKey) -> str | None:
-    """Why a file cannot be the record its name says, by its header and size alone; `None`: it may be."""
-    try:
-        header = HeaderV1.unpack(head)
-    except (CorruptRecord, UnsupportedFormat) as error:
-        return str(error)
-    if header.key != key:
-        return f"another record stands under this name seen={header.key}"
-    if header.payload_bytes + HEADER_BYTES != num_bytes:
-        return f"file has the wrong size expected={header.payload_bytes + HEADER_BYTES} seen={num_bytes}"
-    return None

@@ -24,7 +24,7 @@ def cost_bytes(num_bytes: int) -> int:
 class Index:
     """Keys with sizes, least recently used first, under a byte budget that also counts what is being written.
 
-    Keys are held packed, 52 bytes each: a million of them take 0.2 GB, and are read back in about a second.
+    Keys are kept packed, 52 bytes each: a million of them take 0.2 GB, and are loaded in about a second.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -43,11 +43,11 @@ class Index:
         return ((unpack_key(packed), num_bytes) for packed, num_bytes in self.packed())
 
     def packed(self) -> list[tuple[bytes, int]]:
-        """Packed keys with their bytes, as they are now, in order of use."""
+        """A snapshot of the packed keys with their bytes, in order of use."""
         return list(self._sizes.items())
 
     def load(self, held: Held) -> None:
-        """Take over what an empty index held before."""
+        """Fill an empty index with what an earlier one held."""
         self._sizes = OrderedDict(held)
         sizes = np.fromiter(held.values(), np.int64, len(held))
         self.used_bytes = int(((sizes + _BLOCK_BYTES - 1) // _BLOCK_BYTES * _BLOCK_BYTES + _INODE_BYTES).sum())
@@ -61,7 +61,7 @@ class Index:
         self._sizes.move_to_end(pack_key(key))
 
     def add(self, key: RecordKey, num_bytes: int) -> None:
-        """Note a file that is there; one that was noted before stays as it is."""
+        """Note a file; one that is known already keeps its size and place."""
         packed = pack_key(key)
         if packed not in self._sizes:
             self._sizes[packed] = num_bytes
@@ -79,7 +79,7 @@ class Index:
         """Make room for a file and hold it until `unreserve`.
 
         Returns:
-            The records that gave way, forgotten here and for the caller to remove; `None`: it cannot fit at all.
+            The evicted records, already forgotten here, for the caller to remove; `None`: the file cannot fit at all.
         """
         cost = cost_bytes(num_bytes)
         if self._reserved_bytes + cost > self.limit_bytes:

@@ -1,8 +1,8 @@
 """What a directory holds, on disk: a snapshot and what was added and removed since. A restart reads no directory.
 
-One file of 64-byte entries behind a 64-byte head. A name is written before its file appears and struck out after the
-file is gone: after a crash the log may name a record that is not there, a miss, but no file is forgotten. The operating
-system keeps what a killed process wrote; after a power failure nobody knows, and the directory is read instead.
+One file of 64-byte entries after a 64-byte head. A name is written before its file appears and struck out after the
+file is gone: after a crash the log may name a record that is not there, which is a miss, but no file is forgotten. The
+operating system keeps what a killed process wrote; after a power failure the directory is read instead.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ADDED, _REMOVED = 1, 2
 ENTRY_BYTES = _ENTRY.size
 _KEY_BYTES = _KEY.size
 _TAIL_ENTRIES_MIN = 1 << 17
-"""A tail is folded into the snapshot when it is longer than this (8 MiB) and than twice the snapshot."""
+"""A tail is folded into the snapshot once it is longer than this (8 MiB) and than twice the snapshot."""
 assert _HEAD.size == ENTRY_BYTES == 64
 
 
 def pack_key(key: RecordKey) -> bytes:
-    """52 bytes that are this key."""
+    """The key in 52 bytes."""
     return _KEY.pack(key.namespace, key.prefix, key.group, key.slice)
 
 
@@ -49,11 +49,11 @@ def unpack_key(packed: bytes) -> RecordKey:
 
 
 def replay(data: bytes, boot: bytes) -> Held | None:
-    """What the log in `data` says is held; `None`: it is none, is damaged, or may not have reached the disk in full.
+    """What is held according to the log in `data`; `None`: it is no log, is damaged, or may not be complete on disk.
 
     Args:
         data: The whole file.
-        boot: Which run of the machine this is.
+        boot: Identifies the machine's current boot.
     """
     if len(data) < _HEAD.size:
         return None
@@ -79,7 +79,7 @@ def replay(data: bytes, boot: bytes) -> Held | None:
 
 
 def _snapshot(data: bytes, stop: int) -> Held:
-    """The snapshot's entries: about half a second for a million, so no loop over fields."""
+    """The snapshot's entries; without a loop over fields, so that a million take about half a second."""
     sizes = np.frombuffer(data, "<u4", (stop - _HEAD.size) // 4, _HEAD.size)[_KEY_BYTES // 4 :: ENTRY_BYTES // 4]
     keys = (data[at : at + _KEY_BYTES] for at in range(_HEAD.size, stop, ENTRY_BYTES))
     return dict(zip(keys, sizes.tolist(), strict=True))
@@ -105,7 +105,7 @@ class IndexLog:
 
     Args:
         path: The file.
-        boot: Which run of the machine this is; by default the system says.
+        boot: Identifies the machine's current boot; by default the system's boot id.
     """
 
     def __init__(self, path: Path, boot: bytes | None = None) -> None:
@@ -117,10 +117,10 @@ class IndexLog:
         self._fold_at_bytes = 0
 
     def resume(self) -> Held | None:
-        """Go on with an earlier owner's log and return what it holds; `None`: there is none to be trusted.
+        """Continue an earlier owner's log and return what it holds; `None`: there is none that can be trusted.
 
         Raises:
-            OSError: It is there and cannot be used.
+            OSError: The file is there but cannot be used.
         """
         try:
             data = self._path.read_bytes()
@@ -131,7 +131,7 @@ class IndexLog:
             return None
         _, _, _, num_entries, checksum, _ = _HEAD.unpack_from(data)
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:  # from now on it is only right for as long as the machine runs
+        try:  # from now on it can be trusted only until the machine reboots
             os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, 0, num_entries, checksum, self._boot), 0)
             os.ftruncate(fd, len(data) // ENTRY_BYTES * ENTRY_BYTES)
             os.fsync(fd)
@@ -143,7 +143,7 @@ class IndexLog:
         return held
 
     def begin(self, held: Iterable[tuple[bytes, int]]) -> None:
-        """Start the log anew with what is held now.
+        """Start a new log with what is held now.
 
         Raises:
             OSError: It cannot be written.
@@ -152,16 +152,16 @@ class IndexLog:
             self._replace(_pack_snapshot(held, clean=False, boot=self._boot), durable=True)
 
     def added(self, key: RecordKey, num_bytes: int) -> None:
-        """A file of so many bytes is about to stand under the key's name.
+        """Note a file that is about to appear under the key's name.
 
         Raises:
-            OSError: The disk is full, or worse: do not make the file.
+            OSError: The disk is full, or worse: do not create the file.
         """
         self._append(_entry(pack_key(key), num_bytes, _ADDED))
 
     def removed(self, key: RecordKey) -> None:
-        """The key's file is gone. Never fails: a log that cannot be written is dropped, and the next owner reads the
-        directory."""
+        """Note that the key's file is gone. Never fails: a log that cannot be written is dropped, and the next owner
+        reads the directory."""
         try:
             self._append(_entry(pack_key(key), 0, _REMOVED))
         except OSError:
@@ -178,7 +178,7 @@ class IndexLog:
         """Fold the log into a snapshot that outlives a power failure. Idempotent.
 
         Args:
-            order: Packed keys in order of their use; what is held and not named comes last.
+            order: Packed keys in order of use; those that are held but not named come last.
 
         Raises:
             OSError: It cannot be written; the log stays as it was.
@@ -205,8 +205,8 @@ class IndexLog:
                 self._fold()
 
     def _fold(self) -> None:
-        """Make the tail part of the snapshot: a second or two for a million records, while writers wait."""
-        self._fold_at_bytes = 2 * self._num_bytes  # if it fails: the disk is full, and the log goes on as it is
+        """Fold the tail into the snapshot: a second or two for a million records, while writers wait."""
+        self._fold_at_bytes = 2 * self._num_bytes  # in case it fails: then the disk is full, and the log grows on
         with contextlib.suppress(OSError):
             held = replay(self._path.read_bytes(), self._boot)
             if held is not None:
@@ -250,7 +250,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _this_boot() -> bytes:
-    """16 bytes that are others after each start of the machine; zeros where the system does not say."""
+    """16 bytes that differ after each boot; zeros if the system does not provide them."""
     with contextlib.suppress(OSError, ValueError):
         return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
     return bytes(16)

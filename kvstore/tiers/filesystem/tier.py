@@ -33,11 +33,11 @@ _CLOSE_S = 5.0
 class FilesystemTier(Tier):
     """Stores each record as a file, at most `budget_bytes` of them; make one with `open`.
 
-    Over its budget it drops the records that were used longest ago, each alone: whoever wants prefixes to stay whole
-    keeps it below, and this is the last resort.
+    Over its budget it evicts the least recently used records one by one. That is the last resort: retention, which
+    keeps prefixes whole, should keep it below.
 
-    A full disk answers `FULL` and leaves reads alone. A call that gives up at its deadline leaves its thread to finish;
-    with too many such leftovers (a frozen network filesystem) calls are refused at once instead of piling up.
+    A full disk answers `FULL` and does not affect reads. A call that gives up at its deadline leaves its thread to
+    finish; with too many of these (a frozen network filesystem) calls are refused at once instead of piling up.
     """
 
     def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor, name: str) -> None:
@@ -48,6 +48,8 @@ class FilesystemTier(Tier):
         self._pool = pool
         self._background = Background(f"{name} tier")
         self._closed = False
+        self._is_beside = False
+        self._going: dict[RecordKey, asyncio.Event] = {}  # names whose files are being removed: set when they are
         self._num_jobs = 0
         self._jobs_lock = threading.Lock()
 
@@ -61,10 +63,10 @@ class FilesystemTier(Tier):
         num_threads: int = 4,
         name: str = "filesystem",
     ) -> FilesystemTier:
-        """Own `root`: lock it, clean up after an earlier owner, read the index back.
+        """Own `root`: lock it, clean up after an earlier owner, load the index.
 
         Takes about 2 s for a million records, and a minute after a power failure or without the index, when every file
-        is looked at. Records over the budget are removed, those unused for longest first.
+        is looked at. Records over the budget are removed, the least recently used first.
 
         Raises:
             Unavailable: Another process owns the directory, or it cannot be used; the message names the next step.
@@ -91,9 +93,9 @@ class FilesystemTier(Tier):
 
     @classmethod
     async def open_beside(cls, root: Path, *, num_threads: int = 4, name: str = "filesystem") -> FilesystemTier:
-        """Look at a directory that another process may own: to read what is there now, and to put aside what is bad.
+        """Open a directory that another process may own: to read what is there now, and to put aside what is bad.
 
-        The owner finds a record that was put aside missing, as after an eviction. Do not put anything.
+        To the owner, a record that was put aside is missing, as after an eviction. Do not put anything.
 
         Raises:
             Unavailable: There is no such directory, or it cannot be read.
@@ -107,7 +109,9 @@ class FilesystemTier(Tier):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        return cls(files, index, pool, name)
+        tier = cls(files, index, pool, name)
+        tier._is_beside = True
+        return tier
 
     @property
     def num_quarantined(self) -> int:
@@ -115,6 +119,9 @@ class FilesystemTier(Tier):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check(deadline)
+        if self._is_beside:  # the owner has put and removed records since the directory was listed
+            looking = asyncio.wrap_future(self._submit(self._files.sizes, list(keys)))
+            return await outcome_of(looking, f"look for records in {self._files.root}", deadline)
         return [self._index.size_of(key) for key in keys]
 
     async def get(
@@ -130,13 +137,17 @@ class FilesystemTier(Tier):
         try:
             record = await outcome_of(reading, f"read a record in {self._files.root}", deadline)
         finally:
-            reading.cancel()  # takes it out of the queue if no thread has begun
+            reading.cancel()  # removes it from the queue if no thread has begun it
         if record is None and self._index.size_of(key) == num_bytes:
             self._index.remove(key)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
+        while (gone := self._going.get(record.key)) is not None:  # the file that is there still is not to be relied on
+            async with deadline.scope(f"waiting for the removal of an earlier record in {self._files.root}"):
+                await gone.wait()
+            self._check_open()
         if record.key in self._index:
             self._index.touch(record.key)
             return PutOutcome.EXISTS
@@ -146,10 +157,11 @@ class FilesystemTier(Tier):
             return PutOutcome.FULL
         if victims and self.on_drop is not None:
             self.on_drop(victims)
+        write = self._job(self._files.write, record, victims, going=victims)
 
         async def store() -> PutOutcome:
             try:
-                outcome, num_bytes = await asyncio.wrap_future(self._submit(self._files.write, record, victims))
+                outcome, num_bytes = await write()
             finally:
                 self._index.unreserve(record.num_bytes)
             if num_bytes:
@@ -167,10 +179,10 @@ class FilesystemTier(Tier):
             return False
         self._check_room()
         self._index.remove(key)
-        return await self._see_through(self._job(self._files.remove, key), "remove a record", deadline)
+        return await self._see_through(self._job(self._files.remove, key, going=[key]), "remove a record", deadline)
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """As `Tier.delete_all`, in one go."""
+        """As `Tier.delete_all`, in one job."""
         self._check(deadline)
         held = [key for key in keys if key in self._index]
         if not held:
@@ -178,15 +190,23 @@ class FilesystemTier(Tier):
         self._check_room()
         for key in held:
             self._index.remove(key)
-        await self._see_through(self._job(self._files.remove_all, held), "remove records", deadline)
+        await self._see_through(self._job(self._files.remove_all, held, going=held), "remove records", deadline)
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         self._check(deadline)
         if key not in self._index:
-            return
+            return False
         self._check_room()
         self._index.remove(key)
-        await self._see_through(self._job(self._files.quarantine, key, reason), "quarantine a record", deadline)
+        quarantine = self._job(self._files.quarantine, key, reason, seen, going=[key])
+
+        async def put_aside() -> bool:
+            is_aside, kept_bytes = await quarantine()
+            if kept_bytes:
+                self._index.add(key, kept_bytes)
+            return is_aside
+
+        return await self._see_through(put_aside, "quarantine a record", deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()
@@ -210,7 +230,7 @@ class FilesystemTier(Tier):
         return TierUsage(len(index), index.used_bytes, index.limit_bytes, self._files.num_quarantined)
 
     async def aclose(self) -> None:
-        """Wait up to five seconds for what is being written, then let go of the directory. Idempotent."""
+        """Wait up to five seconds for what is being written, then release the directory. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -234,9 +254,19 @@ class FilesystemTier(Tier):
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
 
-    def _job(self, function: Callable[..., T], *args: Any) -> Work[T]:
+    def _job(self, function: Callable[..., T], *args: Any, going: Sequence[RecordKey] = ()) -> Work[T]:
+        """A call in a thread that removes the files of `going`, which the index has forgotten: puts wait until then."""
+        gone = asyncio.Event()
+        self._going.update(dict.fromkeys(going, gone))
+
         async def run() -> T:
-            return await asyncio.wrap_future(self._submit(function, *args))
+            try:
+                return await asyncio.wrap_future(self._submit(function, *args))
+            finally:
+                for key in going:
+                    if self._going.get(key) is gone:
+                        del self._going[key]
+                gone.set()
 
         return run
 

@@ -22,10 +22,10 @@ class Access:
     """Makes connections that are logged in.
 
     Args:
-        username: `None` for the default user.
+        username: `None`: the default user.
         password: `None`: do not log in.
-        database: To select.
-        tls: How to speak TLS, or `None` for not.
+        database: The database to select.
+        tls: How to speak TLS; `None`: not at all.
         primary_only: Refuse a server that is not, or no longer, a primary.
 
     Raises:
@@ -52,7 +52,7 @@ class Access:
 
     @classmethod
     def to_servers(cls, location: RedisLocation) -> Access:
-        """Of the servers that hold records."""
+        """Access to the servers that hold records."""
         return cls(
             username=location.username,
             password=location.password,
@@ -63,7 +63,7 @@ class Access:
 
     @classmethod
     def to_sentinels(cls, location: RedisLocation) -> Access:
-        """Of the sentinels that know them."""
+        """Access to the sentinels that know these servers."""
         login = (location.username, location.password) if location.sentinel_login else (None, None)
         return cls(username=login[0], password=login[1], tls=_tls_context(location))
 
@@ -71,7 +71,7 @@ class Access:
         """A connection that commands can be sent on.
 
         Raises:
-            Unavailable: No server there, or it refuses us; the text names the next step and no secret.
+            Unavailable: There is no server, or it refuses us; the message names the next step and no secret.
         """
         transport, connection = await self._open(address, deadline)
         try:
@@ -92,8 +92,8 @@ class Access:
         except Unavailable as error:
             if deadline.expired or connection.alive:
                 raise
-            # a server that wants TLS drops whoever speaks none; one that wants a certificate too, but with TLS 1.3 only
-            # after the handshake
+            # A server that requires TLS drops peers without it. One that requires a certificate does the same, with
+            # TLS 1.3 only after the handshake.
             next_step = (
                 "if it speaks TLS, use rediss://"
                 if self._tls is None

@@ -1,4 +1,4 @@
-"""A Redis Cluster: names to nodes by hash slot, redirections followed, the map read anew when it turns out old."""
+"""A Redis Cluster: maps names to nodes by hash slot, follows redirections, and reloads the map when it is stale."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _WATCH_MAX_S = 0.5
 class Cluster:
     """The nodes of a cluster that hold slots. Reads and writes go to primaries.
 
-    A node that fails is left alone by a breaker of its own; meanwhile the map is read anew until another node has its
-    slots or it answers again. Calls about names on other nodes go on.
+    A node that fails is left alone by its own breaker; meanwhile the map is reloaded until another node has its slots
+    or it answers again. Calls about names on other nodes are not affected.
 
     Args:
-        location: Nodes to begin with, of which one must answer.
-        num_data_connections: Connections per node that pages travel on.
+        location: Seed nodes, of which one must answer.
+        num_data_connections: Connections per node that carry pages.
     """
 
     def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
@@ -153,7 +153,7 @@ class Cluster:
         return redirect
 
     async def _pause(self, replies: Any) -> None:
-        """Half of a record's names have moved to another node: wait for the rest."""
+        """Wait a moment if only some of a record's names have moved to another node."""
         if any(isinstance(reply, ErrorReply) and reply.code == "TRYAGAIN" for reply in replies):
             await asyncio.sleep(_TRY_AGAIN_S)
 
@@ -174,7 +174,7 @@ class Cluster:
         return self._slots
 
     async def _read(self, deadline: Deadline) -> SlotMap:
-        """The map, from the first node that answers; each call begins with another node."""
+        """The map, from the first node that answers; each call starts with another node."""
         known = [*dict.fromkeys((*self._members, *self._seeds))]
         self._turn = (self._turn + 1) % len(known)
         problem = Unavailable("no node was asked")
@@ -201,14 +201,14 @@ class Cluster:
         return self._members[address]
 
     def _trouble(self) -> None:
-        """Something is not where the map says: read it anew soon."""
+        """Reload the map soon: something is not where it says."""
         self._is_troubled = True
         if not self._watching and not self._closed:
             self._watching = True
             self._background.spawn(self._watch(), "watch")
 
     async def _watch(self) -> None:
-        """Read the map and probe nodes that are left alone, until both are well."""
+        """Reload the map and probe nodes that are left alone, until the map is whole and all nodes answer."""
         pause_s = _WATCH_FIRST_S
         try:
             while self._is_troubled:

@@ -20,16 +20,16 @@ _HANG_S = 0.2
 _UNSENT_BYTES_MAX = 64 << 20
 
 _AHEAD = 2
-"""Parts of a reading that are asked for at a time: the server makes one while another is received."""
+"""Parts of a reading that are requested ahead: the server prepares one while another is received."""
 
 
 class _Call:
-    """Commands whose replies somebody waits for.
+    """Commands whose replies a caller waits for.
 
     Attributes:
         num_due: Replies that are still to come.
         ended: Whether the last of them came, or the connection was lost.
-        wanted: False once nobody waits any more.
+        wanted: False once the caller is gone.
     """
 
     __slots__ = ("ended", "error", "future", "num_due", "reading", "replies", "sent_s", "wanted")
@@ -55,12 +55,12 @@ class _Call:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Made by `asyncio`'s `create_connection`; of no further use once `alive` is false.
+    """Made by `asyncio`'s `create_connection`; unusable once `alive` is false.
 
     Args:
-        address: Who it leads to, for messages.
+        address: The peer, for messages.
 
-    A read whose caller was cancelled or out of time is received into scrap from that moment on: its buffer is free.
+    When a read's caller is cancelled or out of time, the rest is received into scratch memory: its buffer is free.
     """
 
     def __init__(self, address: str) -> None:
@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = ReplyParser(self._sink_for, self._on_reply)
-        self._waiting: deque[_Call] = deque()  # whoever gets the next replies: once for each of them
+        self._waiting: deque[_Call] = deque()  # the calls of the next replies, one entry per reply
         self._received_s = self._loop.time()
         self._closed = asyncio.Event()
 
@@ -81,10 +81,10 @@ class Connection(asyncio.BufferedProtocol):
         """Send commands in one go and return their replies; errors of single commands are `ErrorReply` values.
 
         Raises:
-            Unavailable: The connection was lost, or the deadline came first. What was sent may still be carried out.
-                Or bytes of earlier callers are still waiting to be sent.
+            Unavailable: The connection was lost, or the deadline came first; what was sent may still be executed. Or
+                too many bytes of earlier callers wait to be sent.
 
-        If cancelled, what was sent may still be carried out.
+        If cancelled, what was sent may still be executed.
         """
         transport = self._writable()
         call = _Call(None, self._loop.time(), self._loop.create_future())
@@ -96,13 +96,13 @@ class Connection(asyncio.BufferedProtocol):
         return call.replies
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
-        """Send the commands of a reading, few at a time, and hand it their answers; it tells how it went.
+        """Send the commands of a reading, a few at a time, and hand it their replies; the result is in the reading.
 
         Raises:
             Unavailable: As `run`.
             CorruptRecord, InvalidRequest: From the reading.
 
-        If cancelled, nothing is written to its buffer any more.
+        If cancelled, its buffer is no longer written.
         """
         self._writable()
         call = _Call(reading, self._loop.time(), self._loop.create_future())
@@ -114,12 +114,12 @@ class Connection(asyncio.BufferedProtocol):
         if transport is None or transport.is_closing():
             raise Unavailable("the connection to Redis is lost", address=self.address)
         if transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
-            # callers that gave up leave their bytes here, beyond every limit for bytes in flight
+            # callers that gave up leave their bytes here, outside every limit on bytes in flight
             raise Unavailable("Redis takes bytes too slowly: check its load and the network", address=self.address)
         return transport
 
     def _send_next(self, call: _Call) -> None:
-        """Ask for what a reading wants next, if it is due."""
+        """Send a reading's next commands, as far ahead as allowed."""
         reading, transport = call.reading, self._transport
         while reading is not None and transport is not None and call.wanted and call.error is None:
             if call.num_due >= _AHEAD or (command := reading.next()) is None:
@@ -148,8 +148,8 @@ class Connection(asyncio.BufferedProtocol):
         call.wanted = False
         if self._waiting and self._waiting[0] is call:
             self._parser.drop_target()
-        # Nothing at all though something is due: the server hangs, and so would whatever is sent behind it. A caller
-        # that leaves early shows nothing, and must not end what others have in flight.
+        # If nothing at all has come although something is due, the server hangs, and later commands would hang too. A
+        # caller that leaves early proves nothing, and must not end what others have in flight.
         due_s = max(self._received_s, self._waiting[0].sent_s)
         if self._loop.time() - due_s >= _HANG_S:
             self.abort()
@@ -209,7 +209,7 @@ class Connection(asyncio.BufferedProtocol):
             call.error = error
             return None
         self._parser.on_piece = call.reading.received
-        self._send_next(call)  # now it may know what else there is
+        self._send_next(call)  # with the size known, it may have more to request
         return place
 
     def _on_reply(self, reply: Reply) -> None:

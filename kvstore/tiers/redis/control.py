@@ -1,4 +1,4 @@
-"""A general client of a Redis, for scripts and small commands of others: the catalog, the pending queue."""
+"""A general Redis client, for the scripts and small commands of the catalog and the pending log."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvstore.tiers.locations import RedisLocation
 __all__ = ["ControlClient", "open_control"]
 
 ControlClient = Redis | RedisCluster
-"""Speaks to the primary, or to all nodes of a cluster; answers are `bytes`. Its errors are redis-py's
-(`redis.exceptions.RedisError`): whoever uses it translates them."""
+"""Talks to the primary, or to all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
+(`redis.exceptions.RedisError`): its users translate them."""
 
 _WATCH_S = 0.5
 _SENTINEL_S = 0.5
@@ -33,13 +33,13 @@ async def open_control(
 ) -> AsyncIterator[ControlClient]:
     """A client of the Redis at `location`, whatever its mode, closed at the end of the block.
 
-    Nothing is connected before the first command, and a lost connection, a failover or a moved slot is followed by
-    itself. In a cluster all keys of one script or transaction must share a hash tag.
+    It connects at the first command, and recovers by itself from lost connections, failovers and moved slots. In a
+    cluster all keys of one script or transaction must share a hash tag.
 
     Args:
         location: Where, and how to log in.
-        timeout_s: Of a connection attempt. Commands have no limit of their own: run each within its deadline's scope.
-        connections_max: Of the pool (per node in a cluster); one command more fails with `ConnectionError`.
+        timeout_s: Limit for a connection attempt. Commands have none: run each within its deadline's scope.
+        connections_max: Size of the pool (per node in a cluster); one command more fails with `ConnectionError`.
     """
     options = _options(location, timeout_s)
     async with AsyncExitStack() as stack:
@@ -71,18 +71,18 @@ async def open_control(
 
 async def _close(cluster: RedisCluster) -> None:
     await cluster.aclose()
-    # it closes nothing while a first command, cancelled by now, was still finding out who its nodes are
+    # `aclose` closes nothing if the first command was cancelled while it was still discovering the nodes
     await cluster.nodes_manager.aclose()
     await cluster.nodes_manager.aclose("startup_nodes")
 
 
 async def _follow(client: Redis) -> None:
-    """Leave an old primary when sentinels name another: it takes writes for some ten seconds more, and loses them."""
+    """Leave an old primary when sentinels name another: it accepts writes for some ten more seconds, and loses them."""
     pool = cast(SentinelConnectionPool, client.connection_pool)
     while True:
         await asyncio.sleep(_WATCH_S)
         with suppress(RedisError, OSError, TimeoutError):
-            # drops idle connections when the answer is new
+            # drops idle connections if the address has changed
             await pool.get_master_address()  # type: ignore[no-untyped-call]
 
 
@@ -90,8 +90,8 @@ def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:
     options: dict[str, Any] = {
         "username": location.username,
         "password": location.password,
-        # With a limit, redis-py sends by `asyncio.wait_for`, which before Python 3.12 may swallow its caller's
-        # cancellation: then a service does not stop.
+        # With a limit, redis-py sends with `asyncio.wait_for`, which before Python 3.12 may swallow its caller's
+        # cancellation, so that a service would not stop.
         "socket_timeout": None,
         "socket_connect_timeout": timeout_s,
         "protocol": 2,
@@ -107,5 +107,5 @@ def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:
 
 
 def _retry(attempts: int) -> Retry:
-    """Again over a fresh connection: the pool's may be a dead server's. In a cluster after reading its map anew."""
+    """Retry over a fresh connection, since the pool's may lead to a dead server; in a cluster with a reloaded map."""
     return Retry(ExponentialBackoff(cap=0.2, base=0.01), attempts)

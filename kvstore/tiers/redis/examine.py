@@ -1,4 +1,4 @@
-"""A look at the servers of a location, for operators: what they tell, what they let this user do, their clocks."""
+"""Examines the servers of a location for operators: what they report, what this user may do, their clocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstore.tiers.redis.topology import Topology, open_topology
 __all__ = ["RedisExamination", "examine_redis"]
 
 _KEYS = ("v1/", "quarantine:v1/", "c1/", "c1t/", "c1d/", "c1o/", "kvstore:")
-"""What names of ours start with, as docs/redis.md lists them for a user's rights."""
+"""Prefixes of our keys, as docs/redis.md lists them for the rights of a user."""
 _PINGS_MAX = 10
 _PAUSE_S = 0.03
 _PROBE_MS = 10_000
@@ -36,9 +36,9 @@ class RedisExamination:
     Attributes:
         servers: Those that hold records; their latency is the best of a few round trips.
         clock_offsets_s: By address: how far a server's clock is ahead of ours, and by how much that may be wrong.
-        refused: By what was tried, in words: what the server said against it. Empty: this user may do what we do.
-        num_slots_missing: Hash slots of a cluster that no node serves; 0 elsewhere.
-        sentinels: By address: the primary that a sentinel names, or why it names none. Empty where there are none.
+        refused: By what was tried, in words: the server's refusal. Empty: this user may do all that we do.
+        num_slots_missing: Hash slots of a cluster that no node serves; 0 without a cluster.
+        sentinels: By address: the primary that a sentinel names, or why it names none. Empty without sentinels.
     """
 
     servers: tuple[ServerFacts, ...]
@@ -49,11 +49,11 @@ class RedisExamination:
 
 
 async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> RedisExamination:
-    """Look; the only thing written is one small key, removed again, which expires by itself where that fails.
+    """Examine a location. All that is written is one small key, which is removed again, or else expires.
 
     Raises:
         InvalidRequest: A certificate cannot be used.
-        Unavailable: No server there, or it refuses our login; the text names the next step and no secret.
+        Unavailable: There is no server, or it refuses our login; the message names the next step and no secret.
     """
     topology = open_topology(location, 1)
     try:
@@ -77,7 +77,7 @@ async def _look_at(node: Node, deadline: Deadline) -> tuple[ServerFacts, tuple[f
     for _ in range(_PINGS_MAX - 1):
         if latency_s <= SLOW_S:
             break
-        await asyncio.sleep(_PAUSE_S)  # it may be us: our own processor is busy for a moment
+        await asyncio.sleep(_PAUSE_S)  # the delay may be ours: a processor that is busy for a moment
         latency_s = min(latency_s, await _ping(node, deadline))
     before_ms, started_s = SYSTEM_CLOCK.wall_ms(), now_s()
     (told,) = await node.control(("TIME",), deadline=deadline)
@@ -98,7 +98,7 @@ async def _ping(node: Node, deadline: Deadline) -> float:
 
 async def _refused(topology: Topology, deadline: Deadline) -> dict[str, str]:
     """Try what the tier, the catalog and pending writes do, where that changes nothing, and one write."""
-    name = f"kvstore:doctor:{secrets.token_hex(8)}"  # of its own, so that two looks at a time do not meet
+    name = f"kvstore:doctor:{secrets.token_hex(8)}"  # unique, so that two examinations at a time do not collide
     tries: dict[str, tuple[str, Command]] = {
         f"keys {key}*": (f"{key}doctor", ("EXISTS", f"{key}doctor")) for key in _KEYS
     }

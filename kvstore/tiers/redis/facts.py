@@ -1,4 +1,4 @@
-"""What a server tells about itself, and what of that an operator should change. Pure."""
+"""What a server reports about itself, and what of that an operator should change. Pure."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class ServerFacts:
     Attributes:
         address: `host:port`.
         product: `redis` or `valkey`.
-        version: As it says, e.g. `7.0.15`; a Valkey's own version, not the one of Redis that it resembles.
+        version: As reported, e.g. `7.0.15`; a Valkey's own version, not the Redis version that it is compatible with.
         role: `master`, or `slave`.
         num_replicas: Replicas that are connected to it.
-        used_bytes: Its memory in use, other users of it included.
-        limit_bytes: Its `maxmemory`; `None`: it has none.
+        used_bytes: Its memory in use, other users' included.
+        limit_bytes: Its `maxmemory`; `None`: no limit.
         eviction_policy: Its `maxmemory-policy`.
         num_evicted: Keys evicted since it started.
         latency_s: One small round trip, just now.
-        machine_bytes: Memory of its machine; `None`: it does not say.
-        writes_log: It appends every write to a file.
-        disk_problem: What of its persistence failed last; empty: nothing. It may refuse writes until that is mended.
-        is_cluster_node: It is a node of a cluster.
+        machine_bytes: Memory of its machine; `None`: not reported.
+        writes_log: Whether it appends every write to a file.
+        disk_problem: Which part of its persistence failed last; empty: none. It may refuse writes until that is fixed.
+        is_cluster_node: Whether it is a node of a cluster.
     """
 
     address: str
@@ -82,7 +82,7 @@ def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
 
 
 def concerns_of(facts: Sequence[ServerFacts]) -> list[Concern]:
-    """What an operator should change about these servers, the dangerous first."""
+    """What an operator should change about these servers, dangers first."""
     concerns = [concern for server in facts for concern in _concerns_of(server)]
     return sorted(concerns, key=lambda concern: concern.severity is not Severity.DANGER)
 
@@ -141,6 +141,6 @@ def _concerns_of(server: ServerFacts) -> list[Concern]:
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
-    """Its first two numbers, or `None`."""
+    """The first two numbers of a version, or `None`."""
     parts = text.split(".")[:2]
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) and len(parts) == 2 else None

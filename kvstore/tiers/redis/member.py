@@ -1,4 +1,4 @@
-"""A node of a cluster behind a breaker of its own, so that one that is dead or frozen costs one call its deadline."""
+"""A node of a cluster behind its own breaker, so that a dead or frozen one costs only one call its deadline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Member:
     Args:
         access: How to log in.
         address: Where it is.
-        num_data_connections: Connections that pages travel on.
-        on_trouble: Called when a call to it failed.
+        num_data_connections: Connections that carry pages.
+        on_trouble: Called when a call to it fails or is refused.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Member:
             await self.node.read(reading, deadline=deadline)
 
     async def probe(self) -> None:
-        """Ask whether it is there again; calls are let through from then on. Never raises `Unavailable`."""
+        """Ask whether the node is back; if so, calls are let through again. Never raises `Unavailable`."""
         try:
             await self.node.control(("PING",), deadline=Deadline.after(_PROBE_S))
         except Unavailable:
@@ -79,7 +79,7 @@ class Member:
         started_s = now_s()
         try:
             yield
-        except Closed as error:  # between our look at the map and this call
+        except Closed as error:  # it left between our look at the map and this call
             self._on_trouble()
             raise Unavailable("the node has just left the Redis Cluster", address=str(self.address)) from error
         except Unavailable:

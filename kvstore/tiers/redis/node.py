@@ -1,4 +1,4 @@
-"""The connections to one Redis server: control apart from data, made again when lost."""
+"""The connections to one Redis server: control apart from data, reopened when lost."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CONNECT_S = 2.0
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.5
 _READS_BYTES = 4 * PART_BYTES
-"""What readings take at a time, each with a part or, if it is smaller, all of it; and as much again is asked for ahead.
-Fewer leave Redis without work between two answers: it sleeps, and waking it costs both sides. Many more at a time cost
-it more for each byte, since it copies each answer before it sends it."""
+"""Bytes that readings receive at a time, each a part or, if smaller, a whole record; as much again is requested ahead.
+With fewer, Redis runs out of work between two replies and sleeps, and waking it costs both sides. With many more it
+spends more on each byte, since it copies each reply before it sends it."""
 _READS_MIN = 2
-"""Whatever their size: one goes on while the other waits for the network or for its caller."""
+"""Readings at a time whatever their size: one runs while the other waits for the network or its caller."""
 
 _num_in_flight = attrgetter("num_in_flight")
 
 Where = Callable[[Deadline], Awaitable[HostPort]]
-"""Says where the server is now; asked for each connection attempt."""
+"""Returns where the server is now; called for each connection attempt."""
 
 
 def at(address: HostPort) -> Where:
-    """A server that stays where it is."""
+    """The `Where` of a server that never moves."""
 
     async def where(deadline: Deadline) -> HostPort:
         return address
@@ -44,16 +44,16 @@ def at(address: HostPort) -> Where:
 
 
 class Node:
-    """One server, or whichever server has its part.
+    """One server, or whichever server currently has its role.
 
-    Small commands use a connection of their own, so that a lookup never queues behind pages. A lost connection is made
-    again by the next call; after a failure calls are refused at once for a time that grows from 0.05 to 0.5 s.
+    Small commands have a connection of their own, so that a lookup never queues behind pages. A lost connection is
+    reopened by the next call; after a failure calls are refused at once for 0.05 s, growing to 0.5 s.
 
     Args:
         access: How to log in.
         where: Where the server is. When it has moved, connections to its old place are dropped.
-        name: For messages until the place is known.
-        num_data_connections: Connections that pages travel on.
+        name: For messages, until the address is known.
+        num_data_connections: Connections that carry pages.
     """
 
     def __init__(self, access: Access, where: Where, name: str, num_data_connections: int) -> None:
@@ -63,7 +63,7 @@ class Node:
         self._control = _Link(self)
         self._data = [_Link(self) for _ in range(num_data_connections)]
         self._reads = Turns(_READS_MIN)
-        self._read_bytes = PART_BYTES  # of a reading at a time, the largest of late
+        self._read_bytes = PART_BYTES  # the largest part of a recent reading
 
     @property
     def num_in_flight(self) -> int:
@@ -97,7 +97,7 @@ class Node:
         return min(self._data, key=_num_in_flight)
 
     async def connect(self, deadline: Deadline) -> Connection:
-        """A new connection to where the server is now; connections to where it was are dropped."""
+        """A new connection to the server's current address; connections to earlier ones are dropped."""
         address = await self._where(deadline)
         connection = await self._access.connect(address, deadline)
         if self.address != str(address):
@@ -105,7 +105,7 @@ class Node:
         return connection
 
     def leave_all_but(self, address: HostPort) -> None:
-        """Drop connections to anywhere else: the server is at `address` now."""
+        """Drop connections to any other address: the server is at `address` now."""
         self.address = str(address)
         for link in (self._control, *self._data):
             link.leave(self.address)
@@ -116,7 +116,7 @@ class Node:
 
 
 class _Link:
-    """A connection that is made again when it is lost."""
+    """A connection that is reopened when it is lost."""
 
     def __init__(self, node: Node) -> None:
         self.num_in_flight = 0
@@ -148,12 +148,12 @@ class _Link:
             self.num_in_flight -= 1
 
     def leave(self, address: str) -> None:
-        """Drop a connection to anywhere but `address`."""
+        """Drop the connection unless it leads to `address`."""
         if self._connection is not None and self._connection.address != address:
             self._connection.abort()
 
     async def _living(self, deadline: Deadline) -> Connection:
-        """The connection, made now if there is none that lives."""
+        """The connection, opened now if there is none alive."""
         if self._connection is not None and self._connection.alive and not self._connecting.locked():
             return self._connection
         async with deadline.scope(f"connecting to Redis at {self._node.address}"), self._connecting:

@@ -1,4 +1,4 @@
-"""What a record is read by: which commands, where their answers go, and its checksum on the way. No I/O."""
+"""How a record is read: which commands, where their replies go, and its checksum on the way. No I/O."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Reading", "striped_header"]
 
 
 class Reading:
-    """One record, read part after part in their order, so that each piece is summed while it is in the cache.
+    """One record, read part by part in order, so that each piece is summed while it is in the cache.
 
-    The first part tells how much there is. A striped record's stripes follow its header.
+    The first part tells the record's size. A striped record's stripes follow its header.
 
     Args:
-        key: The record's.
-        allocate: Returns the buffer for so many bytes; asked once, unless the record changes its size meanwhile.
+        key: The record's key.
+        allocate: Returns a buffer of the given size; called once, unless the record changes its size meanwhile.
 
     Attributes:
-        name: The record's.
-        data: The whole record, once nothing is due any more; `None`: it is not there, or not all of it.
-        checksum: Of the payload in `data`.
-        striped: The header of a striped record, as it came.
+        name: The record's name.
+        data: The whole record, once nothing is due any more; `None`: it is absent or incomplete.
+        checksum: Checksum of the payload in `data`.
+        striped: The header of a striped record, as received.
         is_empty: There is no such name, or an empty value: the command does not tell them apart.
-        error: What the server refused a command with.
+        error: The error with which the server refused a command.
     """
 
     def __init__(self, key: RecordKey, allocate: Callable[[int], memoryview]) -> None:
@@ -44,19 +44,19 @@ class Reading:
 
     @property
     def num_bytes(self) -> int:
-        """Of the record, as far as it is known; 0 before."""
+        """Size of the record; 0 while it is not known."""
         return len(self._buffer) if self._buffer is not None else 0
 
     def begin(self) -> None:
-        """Start anew, when nothing is due any more; in the same buffer where that fits."""
+        """Start over, once nothing is due any more; in the same buffer if that fits."""
         self.data: memoryview | None = None
         self.checksum = b""
         self.striped: bytes | None = None
         self.is_empty = False
         self.error: ErrorReply | None = None
         self._sum = RunningChecksum()
-        self._skip = 0  # of what comes: of the header, which has a checksum of its own
-        # the first answer, where it has to be seen before there is a place for it
+        self._skip = 0  # bytes not to sum: the header has a checksum of its own
+        # the first reply, if its content must be seen before there is a place for it
         self._first: memoryview | None = None
         self._is_first = True
         self._is_incomplete = False
@@ -72,14 +72,14 @@ class Reading:
         return ("GETRANGE", part.name, part.first, part.last)
 
     def place(self, num_bytes: int, head: memoryview) -> memoryview | None:
-        """Where the answer that comes now belongs; `None`: it is of no use.
+        """Where the reply that is arriving belongs; `None`: drop it.
 
         Args:
-            num_bytes: Of the answer.
-            head: What of it has come already.
+            num_bytes: Size of the reply.
+            head: The part of it that has arrived.
 
         Raises:
-            CorruptRecord: It has the wrong size, or tells none.
+            CorruptRecord: It has the wrong size, or its header cannot be read.
             InvalidRequest: From `allocate`.
         """
         if self._is_incomplete or self.error is not None:
@@ -94,7 +94,7 @@ class Reading:
         return self._buffer[part.start : part.start + num_bytes]
 
     def received(self, piece: memoryview) -> None:
-        """Told of all that is received in place, in its order."""
+        """Note a piece that was received in its place; called for all of them, in order."""
         if self._first is not None:
             return
         if self._skip:
@@ -104,10 +104,10 @@ class Reading:
         self._sum.update(piece)
 
     def answered(self, reply: Reply) -> None:
-        """Told of each whole answer: what was received in its place, `None` for what had none, or an error.
+        """Note a complete reply: what was received in its place, `None` if it was dropped, or an error.
 
         Raises:
-            CorruptRecord: It tells no size.
+            CorruptRecord: Its header cannot be read.
             InvalidRequest: From `allocate`.
         """
         self._due.popleft()
@@ -124,7 +124,7 @@ class Reading:
             self.checksum = self._sum.digest()
 
     def take(self, reply: Reply) -> None:
-        """An answer that was received elsewhere; errors as `place`."""
+        """Take a reply that was received elsewhere; errors as `place`."""
         if isinstance(reply, memoryview):
             place = self.place(len(reply), reply)
             if place is not None:
@@ -145,7 +145,7 @@ class Reading:
         return self._take_buffer(num_bytes)
 
     def _place_beginning(self, head: memoryview) -> memoryview:
-        """The place of a value's first part, which begins with `head`; what follows it is to be asked for."""
+        """The place of a value's first part, which begins with `head`; queues the parts that follow it."""
         num_bytes = _announced_bytes(head)
         self._skip = HEADER_BYTES
         self._parts.extend(parts_behind(self.name, num_bytes))
@@ -164,7 +164,7 @@ class Reading:
             self._end_header(first)
 
     def _end_header(self, packed: memoryview) -> None:
-        """A header alone: a striped record's, or a record without payload, or damaged."""
+        """Take a value that is a header only: a striped record's, a record without payload, or damaged."""
         header = striped_header(packed, self._key)
         if header is None:
             self._take_buffer(HEADER_BYTES)[:] = packed
@@ -180,7 +180,7 @@ class Reading:
 
 
 def striped_header(packed: memoryview, key: RecordKey) -> HeaderV1 | None:
-    """The header of a striped record under `key`, or `None` when the bytes are not one."""
+    """The header of a striped record under `key`, or `None` if the bytes are something else."""
     try:
         header = HeaderV1.unpack(packed)
     except (CorruptRecord, UnsupportedFormat):
@@ -190,10 +190,10 @@ def striped_header(packed: memoryview, key: RecordKey) -> HeaderV1 | None:
 
 
 def _announced_bytes(first: memoryview) -> int:
-    """What a record that is one value, and begins with this part, has in all.
+    """The size of a record that is a single value and begins with this part.
 
     Raises:
-        CorruptRecord: That cannot be read, or no value of ours has so much.
+        CorruptRecord: The size cannot be read, or is impossible for a value of ours.
     """
     try:
         num_bytes = HEADER_BYTES + HeaderV1.unpack(first[:HEADER_BYTES]).payload_bytes

@@ -1,4 +1,4 @@
-"""What an error among the replies means for us: `Unavailable` with the next step, or another place to ask."""
+"""What error replies mean for us: `Unavailable` with the next step, or a redirection to another node."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def check_reply(reply: Reply) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """A cluster's node says who to ask instead.
+    """A cluster node's answer that another node has the keys.
 
     Attributes:
-        address: The node.
+        address: The node to ask.
         slot: The hash slot in question.
-        once: It holds just these keys so far: say `ASKING` first, and go on asking the old node for others.
+        once: Only these keys have moved so far: send `ASKING` first, and keep asking the old node for others.
     """
 
     address: HostPort
@@ -62,7 +62,7 @@ def redirect_of(reply: Reply, asked: HostPort) -> Redirect | None:
     try:
         _, slot, place = reply.message.split(" ")[:3]
         host, _, port = place.rpartition(":")
-        # an empty host: the node does not know its own address, and means the one that we came by
+        # an empty host: the node does not know its own address, and means the one that we used
         return Redirect(HostPort(host.strip("[]") or asked.host, int(port)), int(slot), reply.code == "ASK")
     except ValueError:
         return None

@@ -21,7 +21,7 @@ _ITEMS_MAX = 1 << 20
 _DEPTH_MAX = 8
 _INLINE_BYTES = 8 * 1024
 _PIECE_BYTES = 512 * 1024
-"""What is received of a bulk string at a time where somebody sums it: it is then still in the core's own cache."""
+"""Bytes of a bulk string received at a time while it is being summed: they are then still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ErrorReply:
 
     Attributes:
         message: Its text.
-        address: Who said so, where that is known.
+        address: The server that sent it, if known.
     """
 
     message: str
@@ -47,11 +47,11 @@ Reply = Union[None, int, str, bytes, memoryview, ErrorReply, "list[Reply]"]
 
 
 class ProtocolError(Exception):
-    """The peer does not speak RESP2; the connection is of no further use. Stays inside this package."""
+    """The peer does not speak RESP2; the connection is unusable. Stays inside this package."""
 
 
 def encode_command(*arguments: Argument) -> list[bytes | memoryview]:
-    """The command as parts to write one after the other; large arguments are parts of their own, not copied."""
+    """The command as parts to write one after the other; a large argument is a part of its own, not copied."""
     parts: list[bytes | memoryview] = []
     small = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
@@ -73,17 +73,17 @@ def encode_command(*arguments: Argument) -> list[bytes | memoryview]:
 class ReplyParser:
     """Turns received bytes into replies.
 
-    The caller receives into `buffer()` and then says how much with `received`; both at once, so that no byte is ever
-    on its way into a buffer that `drop_target` was called for.
+    The caller receives into `buffer()` and at once passes the number of bytes to `received`, so that no byte is ever on
+    its way into a buffer that `drop_target` was called for.
 
     Args:
-        sink_for: Asked with the size of each bulk string that is a reply of its own: where to put it, or `None` to
-            throw it away.
-        on_reply: Called with each reply; one that was thrown away is `None`.
+        sink_for: Called with the size of each bulk string that is a reply of its own; returns where to put it, or
+            `None` to drop it.
+        on_reply: Called with each reply; one that was dropped is `None`.
 
     Attributes:
-        on_piece: Called with all that comes of the bulk string whose place was just asked for, piece after piece in
-            their order; set by `sink_for`, for this one bulk string.
+        on_piece: Called with each piece, in order, of the bulk string that `sink_for` was last called for; set by
+            `sink_for`, for this one bulk string.
     """
 
     def __init__(self, sink_for: Callable[[int], memoryview | None], on_reply: Callable[[Reply], None]) -> None:
@@ -92,7 +92,7 @@ class ReplyParser:
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._scratch_view = memoryview(self._scratch)
         self._scrap = memoryview(bytearray(64 * 1024))
-        self._start = 0  # what is received but not yet read stands at scratch[start:end]
+        self._start = 0  # what is received but not yet read is scratch[start:end]
         self._end = 0
         self._target: memoryview | None = None  # of the bulk string that is being received
         self._filled = 0
@@ -112,11 +112,11 @@ class ReplyParser:
         return self._target[self._filled :]
 
     def head(self) -> memoryview:
-        """What has come of the bulk string that `sink_for` is asked about now; empty where nothing has."""
+        """What has arrived of the bulk string that `sink_for` is being asked about; may be empty."""
         return self._scratch_view[self._start : min(self._end, self._start + self._body_left)]
 
     def received(self, num_bytes: int) -> None:
-        """Take note of bytes that stand in `buffer()` now.
+        """Take note of bytes that were received into `buffer()`.
 
         Raises:
             ProtocolError: They are not RESP2.
@@ -139,11 +139,11 @@ class ReplyParser:
             self._start, self._end = 0, rest
 
     def drop_target(self) -> None:
-        """Throw the rest of the bulk string away that is being received now, if any."""
+        """Drop the rest of the bulk string that is being received, if any."""
         self._target = None
 
     def _step(self) -> bool:
-        """Read one line, and what of a body stands behind it. False: more bytes are needed."""
+        """Read one line, and what has arrived of a body after it. False: more bytes are needed."""
         if self._newline_due:
             if self._end - self._start < 2:
                 return False
@@ -227,7 +227,7 @@ def _number(text: bytes, maximum: int | None) -> int:
 
 
 def joined(commands: Sequence[Sequence[bytes | memoryview]]) -> list[bytes | memoryview]:
-    """The parts of several commands with neighbouring small parts made one, so that a pipeline is few writes."""
+    """The parts of several commands, with neighbouring small parts joined, so that a pipeline takes few writes."""
     parts: list[bytes | memoryview] = []
     small: list[bytes] = []
     for command in commands:

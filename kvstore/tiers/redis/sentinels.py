@@ -1,4 +1,4 @@
-"""Who the primary is, as the sentinels say."""
+"""Finds the primary through its sentinels."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WATCH_S = 0.5
 class BehindSentinels:
     """The server that sentinels call the primary, as a topology.
 
-    It is looked for with each connection attempt; and since after a planned failover the old primary goes on taking
-    writes for some ten seconds, only to throw them away, sentinels are asked all along, too.
+    The sentinels are asked at each connection attempt, and regularly besides: after a planned failover the old primary
+    accepts writes for some ten more seconds, only to lose them.
     """
 
     def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
@@ -94,7 +94,7 @@ class Sentinels:
         self._primary: HostPort | None = None
 
     async def primary(self, deadline: Deadline) -> HostPort:
-        """Where the primary is. Each call begins with another sentinel, since one that is cut off answers what it knew.
+        """Where the primary is. Each call starts with another sentinel, since one that is cut off gives stale answers.
 
         Raises:
             Unavailable: No sentinel answered, or none knows the service.

@@ -16,7 +16,7 @@ SlotMap = list[HostPort | None]
 
 
 def slot_of(name: str) -> int:
-    """The hash slot of a name: of what stands between its first brace and the next closing one, where there is such."""
+    """The hash slot of a name, or of its hash tag: what is between its first brace and the next closing one."""
     start = name.find("{")
     if start >= 0 and (end := name.find("}", start + 1)) > start + 1:
         name = name[start + 1 : end]
@@ -28,10 +28,10 @@ def parse_slots(reply: Reply, asked: HostPort) -> SlotMap | None:
 
     Args:
         reply: The answer.
-        asked: Who gave it: a node that does not know its own address leaves its host empty.
+        asked: The node that sent it, which leaves its own host empty if it does not know it.
 
     Returns:
-        The map; `None` when the answer has another form, or names no slot at all (a node outside of any cluster).
+        The map; `None` when the answer has another form, or names no slot at all (a node outside any cluster).
     """
     if not isinstance(reply, list):
         return None

@@ -19,23 +19,23 @@ __all__ = [
 ]
 
 STRIPE_BYTES = 4 * 1024 * 1024 - 64
-"""The largest value: 4 MiB less what Redis puts in front of a string, so that it fills one 4 MiB allocation."""
+"""The largest value: 4 MiB less Redis's own header of a string, so that it fills one 4 MiB allocation."""
 
 
 PART_BYTES = 1 << 20
-"""What of a value is read at a time: Redis copies each answer, and copies of a MiB cost it least for a byte (0.12 to
-0.2 s/GB; of 4 MiB 0.13, or 0.4 when two of them are under way and its allocator gives memory back in between)."""
+"""Bytes of a value read at a time: Redis copies each reply, and copies of 1 MiB cost it least per byte (0.12 to 0.2
+s/GB; of 4 MiB 0.13, or 0.4 when two are in flight and its allocator returns memory in between)."""
 
 
 class Part(NamedTuple):
     """Some bytes of a value.
 
     Attributes:
-        name: Of the value.
-        first: Of its bytes in the value.
-        last: Likewise, included; -1 for the value's end, so that one that is too long is found.
-        start: Where they start in the record.
-        stop: And where they stop.
+        name: Name of the value.
+        first: Index of its first byte in the value.
+        last: Index of its last byte in the value; -1 for the value's end, so that a value that is too long is noticed.
+        start: Where the bytes start in the record.
+        stop: Where they stop in the record.
     """
 
     name: str
@@ -57,23 +57,23 @@ def stripe_ranges(header: HeaderV1) -> list[tuple[int, int]]:
 
 
 def stripe_names(header: HeaderV1) -> list[str]:
-    """The names hold the payload's checksum: two writers of one record meet only if their bytes are equal."""
+    """Names of the stripes. They contain the payload's checksum, so that two writers collide only with equal bytes."""
     return [stripe_name(header.key, header.payload_checksum, index) for index in range(len(stripe_ranges(header)))]
 
 
 def parts_of(header: HeaderV1) -> list[Part]:
-    """How a striped record is read."""
+    """The parts in which a striped record's stripes are read."""
     stripes = zip(stripe_names(header), stripe_ranges(header), strict=True)
     return [part for name, (start, stop) in stripes for part in _parts(name, start, start, stop)]
 
 
 def parts_behind(name: str, num_bytes: int) -> list[Part]:
-    """How the rest of a record that is one value is read, when its first part has been."""
+    """The parts in which the rest of a single value is read, after its first part."""
     return _parts(name, PART_BYTES, 0, num_bytes) if num_bytes > PART_BYTES else []
 
 
 def _parts(name: str, at: int, start: int, stop: int) -> list[Part]:
-    """The parts from `at` on of a value that stands at `start` to `stop` in its record."""
+    """The parts from `at` on of a value that is at `start` to `stop` in its record."""
     ends = [*range(at + PART_BYTES, stop, PART_BYTES), stop]
     starts = [at, *ends[:-1]]
     return [

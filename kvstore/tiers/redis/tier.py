@@ -13,6 +13,7 @@ from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
@@ -27,7 +28,7 @@ from kvstore.tiers.redis.resp import ErrorReply, Reply
 from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names
 from kvstore.tiers.redis.topology import Topology, open_topology
 from kvstore.tiers.redis.values import Values, each_alone
-from kvstore.tiers.verify import check_deadline, open_or_reason
+from kvstore.tiers.verify import check_deadline, is_same, open_or_reason
 
 __all__ = ["RedisTier"]
 
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _QUARANTINE_S = 7 * 24 * 3600
 _EVICTABLE_S = 7 * 24 * 3600
-"""A record that the cold tier has is read from there again once a week, at most; until then Redis decides."""
+"""Expiry of a record that the cold tier has, which is then read from there again; until then Redis decides."""
 _PUT_ATTEMPTS = 3
 _SCAN_COUNT = 512
 _SCAN_STEP_S = 10.0
@@ -46,7 +47,7 @@ class RedisTier(Tier):
 
     Args:
         topology: Which node a name lives on; owned by the tier.
-        in_flight_bytes: Limit for bytes on their way to or from Redis; further calls wait within their deadline.
+        in_flight_bytes: Limit for bytes in flight to or from Redis; further calls wait within their deadline.
         name: Shown in metrics and answers.
     """
 
@@ -64,7 +65,7 @@ class RedisTier(Tier):
     def from_url(
         cls, url: str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
     ) -> RedisTier:
-        """`at` the location that a url names.
+        """As `at`, with the location given as a url.
 
         Raises:
             InvalidRequest: The url is malformed, or names a certificate that cannot be used.
@@ -76,11 +77,11 @@ class RedisTier(Tier):
     def at(
         cls, location: RedisLocation, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
     ) -> RedisTier:
-        """A tier on what stands at `location`; nothing is connected yet.
+        """A tier on the Redis at `location`; connects when first used.
 
         Args:
             location: One server, a cluster, or the primary that sentinels name.
-            num_connections: To each server, for records; one more carries small commands.
+            num_connections: Connections to each server that carry records; one more carries small commands.
             in_flight_bytes: As in the constructor.
             name: As in the constructor.
 
@@ -108,25 +109,30 @@ class RedisTier(Tier):
     ) -> Record | None:
         self._check(deadline)
         reading = Reading(key, lambda num_bytes: allocate_exactly(num_bytes, allocate))
-        opened: Record | str
+        opened = await self._read(reading, key, deadline)
+        if isinstance(opened, str):
+            # it may have been evicted and put again, by another engine, between two parts: then neither is damaged
+            reading.begin()
+            opened = await self._read(reading, key, deadline)
+        if isinstance(opened, str):
+            await self._put_aside(key, opened, reading.striped or reading.data, deadline)
+            return None
+        return opened
+
+    async def _read(self, reading: Reading, key: RecordKey, deadline: Deadline) -> Record | str | None:
+        """The record, `None` where there is none, or what is wrong with it."""
         try:
             await self._values.read(reading, deadline=deadline)
-            if reading.data is None:
-                return None
-            opened = open_or_reason(reading.data, key, reading.checksum)
         except CorruptRecord as error:
-            opened = str(error)
-        if isinstance(opened, Record):
-            return opened
-        await self.quarantine(key, opened, deadline=deadline)
-        return None
+            return str(error)
+        return None if reading.data is None else open_or_reason(reading.data, key, reading.checksum)
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
         _check_size(record)
         for _ in range(_PUT_ATTEMPTS):
             outcome = await self._put_once(record, deadline)
-            # whoever is told that a record exists may rely on it, and this one may have had leave to go
+            # a caller may rely on a record that exists, but this one may have been evictable: make it stay
             if outcome is not PutOutcome.EXISTS or await self._values.keep(
                 format_name(record.key), record.key, deadline=deadline
             ):
@@ -134,7 +140,7 @@ class RedisTier(Tier):
         raise Unavailable("the record under this name went away again and again: put it later", key=record.key)
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """With an expiry from the start, in the command that writes it."""
+        """As `Tier.put_evictable`: with an expiry, set by the command that writes the record."""
         self._check(deadline)
         _check_size(record)
         return await self._put_once(record, deadline, expires_s=_EVICTABLE_S)
@@ -164,7 +170,7 @@ class RedisTier(Tier):
         return removed == 1
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Give records an expiry, so that `volatile-*` policies may take them. Up to three round trips."""
+        """Give records an expiry, so that `volatile-*` policies may evict them. Up to three round trips."""
         self._check(deadline)
         if not keys:
             return
@@ -185,28 +191,37 @@ class RedisTier(Tier):
         if stripes:
             check_replies(await self._topology.ask(stripes, deadline=deadline))
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         """Rename the record to `quarantine:<name>` for a week; stripes get that expiry in place."""
         self._check(deadline)
-        name = format_name(key)
-        aside = f"quarantine:{name}"
-        commands = [
-            (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
-            (name, ("RENAME", name, aside)),
-            (name, ("EXPIRE", aside, _QUARANTINE_S)),
-        ]
-        head, renamed, _ = await self._topology.ask(commands, deadline=deadline)
-        if isinstance(renamed, ErrorReply):
-            if "no such key" in renamed.message:
-                return
-            check_reply(renamed)
+        if seen is None or not is_striped(seen.header):
+            value = None if seen is None else seen.data
+            return await self._put_aside(key, reason, value, deadline, is_forced=True)
+        reading = Reading(key, fresh_buffer)
+        await self._read(reading, key, deadline)
+        if reading.data is None or not is_same(reading.data, seen.data):
+            return False
+        return await self._put_aside(key, reason, reading.striped, deadline)
+
+    async def _put_aside(
+        self,
+        key: RecordKey,
+        reason: str,
+        seen: bytes | memoryview | None,
+        deadline: Deadline,
+        *,
+        is_forced: bool = False,
+    ) -> bool:
+        """As `Values.put_aside`, counted and told. False: nothing was put aside."""
+        aside = await self._values.put_aside(key, seen, is_forced=is_forced, expires_s=_QUARANTINE_S, deadline=deadline)
+        if aside is None:
+            _log.info("a record was read damaged, and is gone or another by now tier=%s key=%s", self.name, key)
+            return False
         self._num_quarantined += 1
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
         _log.warning("record quarantined tier=%s key=%s reason=%s name=%s", self.name, key, reason, aside)
-        if isinstance(head, memoryview) and (header := striped_header(head, key)) is not None:
-            expiries = [(stripe, ("EXPIRE", stripe, _QUARANTINE_S)) for stripe in stripe_names(header)]
-            await self._topology.ask(expiries, deadline=deadline)
+        return True
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         pattern = (namespace_root(namespace) if namespace is not None else f"{ROOT}/") + "*"
@@ -258,14 +273,14 @@ class RedisTier(Tier):
         return bytes(reply) if isinstance(reply, memoryview) else None
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """The servers' memory as they tell it, other users of theirs included."""
+        """The servers' memory as they report it, other users' included."""
         facts = await self.facts(deadline=deadline)
         limits = [server.limit_bytes for server in facts]
         limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
         return TierUsage(None, sum(server.used_bytes for server in facts), limit_bytes, self._num_quarantined)
 
     async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
-        """What the servers that hold records tell about themselves, for `concerns_of` and for operators."""
+        """What the servers that hold records report about themselves, for `concerns_of` and for operators."""
         self._check(deadline)
 
         async def ask(node: Node) -> ServerFacts:
@@ -305,9 +320,9 @@ def _check_size(record: Record) -> None:
 
 
 def _size_of(reply: Reply) -> int | None:
-    """What a STRLEN tells of a record: its bytes, 0 when it is there but they are unknown, `None` when it is not."""
+    """What a STRLEN says of a record: its bytes, 0 if it is there but its size is unknown, `None` if it is absent."""
     if _is_foreign(reply):
-        return 0  # there, and no record: the next get puts it aside
+        return 0  # present, but not a record: the next get puts it aside
     check_reply(reply)
     if not isinstance(reply, int) or reply == 0:
         return None
@@ -315,7 +330,7 @@ def _size_of(reply: Reply) -> int | None:
 
 
 def _is_foreign(reply: Reply) -> bool:
-    """The name holds something that is no string."""
+    """Whether the name holds something that is not a string."""
     return isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
 
 

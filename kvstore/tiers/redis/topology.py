@@ -1,4 +1,4 @@
-"""Which node a name lives on, and asking it."""
+"""Which node a name lives on, and how to send it commands."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Topology(Protocol):
     """
 
     async def ask(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
-        """Run small commands, each with the name it is about: one round trip for each node that holds any of them.
+        """Run small commands, each given with its name: one round trip for each node that holds any of the names.
 
-        Commands about one name are run in their order.
+        Commands on one name are run in order.
 
         Raises:
             Unavailable: A node that is needed does not answer, or the deadline came first.
@@ -51,7 +51,7 @@ class Topology(Protocol):
 
 
 def open_topology(location: RedisLocation, num_data_connections: int) -> Topology:
-    """What stands at a location; no I/O yet but for certificates.
+    """The topology at a location; no I/O yet, except for reading certificates.
 
     Raises:
         InvalidRequest: A certificate cannot be used.

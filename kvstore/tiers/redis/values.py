@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
-from kvstore.errors import CorruptRecord
+from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
@@ -16,18 +17,46 @@ from kvstore.tiers.gather import gather_all
 from kvstore.tiers.redis.reading import Reading, striped_header
 from kvstore.tiers.redis.replies import check_replies, check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
+from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.topology import Topology
 
 __all__ = ["Values", "each_alone"]
 
-_ORPHAN_MS = 10 * 60 * 1000  # stripes of a writer that died expire; a living one is done long before
+_ORPHAN_S = 10 * 60  # expiry of stripes whose writer died; a living writer is done long before
 
 _READING_BYTES = 2 * PART_BYTES
-"""What one reading has on its way at most."""
+"""Bytes that one reading has in flight at most."""
 
 _DROP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
-"""Removes a value, unless somebody has stored another one since we read it."""
+"""Removes a value, unless it was replaced since we read it."""
+
+_DROP_BROKEN = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local missing = false
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then missing = true end
+end
+if not missing then return 0 end
+for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[2]) end
+return redis.call('UNLINK', KEYS[1])
+"""
+"""Removes the header of a striped record that lacks a stripe, and lets the others expire; unless somebody has stored
+another one since we read it, or what was missing."""
+
+_PUT_ASIDE = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind == 'none' or (kind == 'string') ~= (ARGV[1] ~= '') then return 0 end
+if kind == 'string' then
+  if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
+  if redis.call('GETRANGE', KEYS[1], 0, #ARGV[2] - 1) ~= ARGV[2] then return 0 end
+  if ARGV[3] ~= '' and redis.sha1hex(redis.call('GET', KEYS[1])) ~= ARGV[3] then return 0 end
+end
+redis.call('RENAME', KEYS[1], KEYS[2])
+for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[4]) end
+return 1
+"""
+"""Renames a value and lets it and its stripes expire, unless it is another one by now: arguments are its bytes (empty:
+it is not a string), what it begins with, its SHA-1 where that was seen, and the expiry."""
 
 
 class Values:
@@ -35,7 +64,7 @@ class Values:
 
     Args:
         topology: Where names live.
-        in_flight: Bytes on their way; further calls wait for it within their deadline.
+        in_flight: Budget for bytes in flight; further calls wait for it within their deadline.
     """
 
     def __init__(self, topology: Topology, in_flight: ByteBudget) -> None:
@@ -43,10 +72,10 @@ class Values:
         self._in_flight = in_flight
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
-        """Read a record, also one that is written meanwhile.
+        """Read a record, even one that is being written meanwhile.
 
         Raises:
-            CorruptRecord: What stands there is no string, is empty, or has another size than its header says.
+            CorruptRecord: The value is not a string, is empty, or has another size than its header says.
             InvalidRequest: From the reading.
         """
         await self._read_once(reading, deadline)
@@ -54,8 +83,9 @@ class Values:
             reading.begin()
             await self._read_once(reading, deadline)
         if reading.data is None and reading.striped is not None:
-            # Evicted or expired: the header alone would answer every later put with EXISTS, so it goes too.
-            await self._drop(reading.name, reading.striped, deadline)
+            # Stripes were evicted or expired. The header goes too: it would answer every later put with EXISTS.
+            stripes = stripe_names(HeaderV1.unpack(reading.striped))
+            await self._drop_broken(reading.name, reading.striped, stripes, deadline)
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
         grant = await self._granted(_READING_BYTES, deadline)
@@ -66,7 +96,7 @@ class Values:
         _check_string(reading.error, reading.name)
 
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
-        """Whether a value stands where a reading found nothing; only `GET` tells an empty one from none."""
+        """Whether there is a value where a reading found nothing; only `GET` tells an empty one from none."""
         grant = await self._granted(STRIPE_BYTES, deadline)
         try:
             value = await self._topology.move(name, ("GET", name), deadline=deadline)
@@ -87,8 +117,8 @@ class Values:
         return _put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
-        """Make a record that is there stay, all of it: it may have had leave to go. False: it is not there; nor is an
-        empty value any more, which no put would get past.
+        """Make an existing record stay, stripes included, in case it was evictable. False: it is not there. What would
+        block every put is removed: an empty value, or a header that has lost a stripe.
         """
         commands: list[tuple[str, Command]] = [
             (name, ("PERSIST", name)),
@@ -96,30 +126,96 @@ class Values:
         ]
         replies = await self._topology.ask(commands, deadline=deadline)
         if isinstance(replies[1], ErrorReply) and replies[1].code == "WRONGTYPE":
-            return True  # no record, but there: the next get puts it aside
+            return True  # present, but not a record: the next get puts it aside
         check_replies(replies)
         head = replies[1]
         if not isinstance(head, memoryview) or not len(head):
             await self._drop(name, b"", deadline)
             return False
         if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
-            check_replies(await self._topology.ask(each_alone("PERSIST", stripe_names(header)), deadline=deadline))
+            return await self._keep_stripes(name, head, stripe_names(header), deadline)
         return True
+
+    async def _keep_stripes(
+        self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
+    ) -> bool:
+        """Make all stripes of a record stay. False: one is not there, since until now the server was free to evict it;
+        then the header is not there any more either.
+        """
+        commands: list[tuple[str, Command]] = []
+        for stripe in stripes:
+            commands += [(stripe, ("PERSIST", stripe)), (stripe, ("EXISTS", stripe))]
+        replies = await self._topology.ask(commands, deadline=deadline)
+        check_replies(replies)
+        if 0 not in replies[1::2]:
+            return True
+        await self._drop_broken(name, head, stripes, deadline)
+        return False
+
+    async def _drop_broken(
+        self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
+    ) -> None:
+        drop = ("EVAL", _DROP_BROKEN, 1 + len(stripes), name, *stripes, head, _ORPHAN_S)
+        check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
 
     async def _drop(self, name: str, seen: bytes | memoryview, deadline: Deadline) -> None:
         drop = ("EVAL", _DROP, 1, name, seen)
         check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
 
-    async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
-        """Write the stripes, then the header with NX, then make the stripes stay as long as it does.
+    async def put_aside(
+        self, key: RecordKey, seen: bytes | memoryview | None, *, is_forced: bool, expires_s: int, deadline: Deadline
+    ) -> str | None:
+        """Rename the value under a record's name, with an expiry that its stripes get in place.
+
+        Of a striped record the header alone is compared. A stripe that was damaged when it was seen, and has been put
+        anew since with the same bytes, goes with it: readers look twice just before, so that the race is a round trip.
 
         Args:
-            record: Which.
-            expires_s: All of it may go from the start, and goes after so long; `None`: it stays.
+            key: The record's key.
+            seen: The value that was found bad: any other stays. `None`: it was no value of a record at all, by its type
+                or size, and stays if it is one by now.
+            is_forced: With `seen` of `None`, put aside whatever stands there.
+            expires_s: The expiry.
             deadline: When to give up.
 
-        If cancelled or interrupted, there is no header, or there are all stripes; a rest without header expires.
-        The caller sees to it that a cancelled put is carried on after the header was written.
+        Returns:
+            The new name; `None`: nothing was renamed.
+        """
+        name = format_name(key)
+        look: list[tuple[str, Command]] = [
+            (name, ("STRLEN", name)),
+            (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
+        ]
+        length, head = await self._topology.ask(look, deadline=deadline)
+        if isinstance(length, ErrorReply) and length.code == "WRONGTYPE":
+            length, head = "", b""
+        else:
+            check_replies([length, head])
+        assert isinstance(length, int | str) and isinstance(head, bytes | memoryview)
+        if seen is None and not is_forced and _may_be_whole(length, head, key):
+            return None
+        if seen is not None and (length != len(seen) or head != seen[:HEADER_BYTES]):
+            return None
+        digest = hashlib.sha1(seen, usedforsecurity=False).hexdigest() if seen is not None else ""
+        header = striped_header(memoryview(head), key) if length == HEADER_BYTES else None
+        stripes = stripe_names(header) if header is not None else []
+        aside = f"quarantine:{name}"
+        names = (name, aside, *stripes)
+        rename = ("EVAL", _PUT_ASIDE, len(names), *names, length, head, digest, expires_s)
+        (renamed,) = await self._topology.ask([(name, rename)], deadline=deadline)
+        check_reply(renamed)
+        return aside if renamed else None
+
+    async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
+        """Write the stripes, then the header with NX, then make the stripes stay as long as the header.
+
+        Args:
+            record: The record.
+            expires_s: Expiry of all of it, which makes it evictable from the start; `None`: it stays.
+            deadline: When to give up.
+
+        If cancelled or interrupted, there is either no header or every stripe; stripes without a header expire. The
+        caller must let a cancelled put run to its end once the header is written.
         """
         header, name = record.header, format_name(record.key)
         (exists,) = await self._topology.ask([(name, ("EXISTS", name))], deadline=deadline)
@@ -128,7 +224,7 @@ class Values:
             return PutOutcome.EXISTS
         names = stripe_names(header)
         stores = [
-            self.store(stripe, record.data[start:stop], "PX", _ORPHAN_MS, deadline=deadline)
+            self.store(stripe, record.data[start:stop], "EX", _ORPHAN_S, deadline=deadline)
             for stripe, (start, stop) in zip(names, stripe_ranges(header), strict=True)
         ]
         if PutOutcome.FULL in await gather_all(stores):
@@ -145,7 +241,8 @@ class Values:
             check_replies(await self._topology.ask(expire, deadline=deadline))
         elif outcome is PutOutcome.STORED or _same_payload(replies[1], header):
             # After a lost race against equal bytes the stripes are the winner's too.
-            check_replies(await self._topology.ask(each_alone("PERSIST", names), deadline=deadline))
+            if not await self._keep_stripes(name, head, names, deadline) and outcome is PutOutcome.STORED:
+                outcome = PutOutcome.FULL  # stripes could expire until now: a server without room has let one go
         else:
             await self._topology.ask(each_alone("UNLINK", names), deadline=deadline)
         return outcome
@@ -159,8 +256,18 @@ class Values:
 
 
 def each_alone(verb: str, names: Sequence[str]) -> list[tuple[str, Command]]:
-    """A command per name, not one for all: while a cluster moves a slot it refuses what touches two names at once."""
+    """A command per name, not one for all: while a cluster moves a slot it refuses commands on several names."""
     return [(name, (verb, name)) for name in names]
+
+
+def _may_be_whole(length: int | str, head: bytes | memoryview, key: RecordKey) -> bool:
+    """Whether a value of this size that begins like this may be a whole record's, or a striped one's header."""
+    try:
+        header = HeaderV1.unpack(head)
+    except (CorruptRecord, UnsupportedFormat):
+        return False
+    expected = HEADER_BYTES if is_striped(header) else HEADER_BYTES + header.payload_bytes
+    return header.key == key and length == expected
 
 
 def _check_string(reply: Reply, name: str) -> None:

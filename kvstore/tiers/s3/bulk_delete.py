@@ -1,4 +1,4 @@
-"""Many objects removed by one request, where the endpoint can."""
+"""Removes many objects with one request, if the endpoint can."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NAMES_MAX = 1000
 _GONE = frozenset({"NoSuchKey", "NotFound", "404"})
 
 DeleteMany = Callable[[Sequence[str]], Awaitable[Sequence[dict[str, Any]]]]
-"""Sends one request; returns what S3 says of the names that it did not remove: their `Key` and `Code`."""
+"""Sends one request; returns S3's errors on the names that it did not remove: their `Key` and `Code`."""
 
 
 class BulkDelete:
     """Removes names, a thousand with each request; one by one on an endpoint that refuses such requests.
 
     Args:
-        delete_many: As `DeleteMany`; errors as those of this package.
-        delete_one: Removes one name; one that is not there is no error.
+        delete_many: As `DeleteMany`; raises the errors of this package.
+        delete_one: Removes one name; an absent one is no error.
         where: Bucket and endpoint, for messages.
     """
 
@@ -40,7 +40,7 @@ class BulkDelete:
         self._refused = False
 
     async def __call__(self, names: Sequence[str]) -> None:
-        """Remove names; those that are not there are passed over.
+        """Remove names; absent ones are ignored.
 
         Raises:
             Unavailable: S3 refused some or did not answer. Others may be gone.
@@ -57,7 +57,7 @@ class BulkDelete:
         except Transient:
             raise
         except Unavailable as error:
-            # Perhaps it knows no such request, perhaps it refuses us everything: then this says so.
+            # Either it does not know this request, or it refuses us everything: then this raises.
             await self._one_by_one(names)
             if not self._refused:
                 self._refused = True

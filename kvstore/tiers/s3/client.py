@@ -1,4 +1,4 @@
-"""The S3 client: how it is configured, and every request but those for records, which `objects.py` makes."""
+"""The S3 client: its configuration, and every request except those for records, which `objects.py` makes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from botocore.utils import get_environ_proxies, parse_timestamp
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.meters import Meters
+from kvstore.tiers.locations import without_secrets
 from kvstore.tiers.s3.bulk_delete import BulkDelete, add_content_md5
 from kvstore.tiers.s3.connections import Connections
-from kvstore.tiers.s3.failures import Absent, NoBucket, Throttled, translated
-from kvstore.tiers.s3.objects import Objects
+from kvstore.tiers.s3.failures import Absent, Conflict, NoBucket, Taken, Throttled, plain, translated
+from kvstore.tiers.s3.objects import Object, Objects
 from kvstore.tiers.s3.pacing import Pace
 
 __all__ = ["S3Client"]
@@ -30,7 +31,10 @@ _READ_S = 20.0
 _ATTEMPTS = 3
 
 _VERBS = {"ListObjectsV2": "LIST", "CopyObject": "COPY", "DeleteObjects": "DELETE"}
-"""What is not counted under its HTTP method, because it costs otherwise."""
+"""Operations that are not counted under their HTTP method, because they are priced differently."""
+
+_NO_CONDITIONS = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest"})
+"""What endpoints answer that know no conditions on a copy or a removal."""
 
 
 class S3Client:
@@ -38,14 +42,14 @@ class S3Client:
 
     Attributes:
         bucket: Its name.
-        endpoint: Where it is.
-        objects: The byte path; `None` behind an HTTP proxy, which it does not know.
+        endpoint: Where it is, for people: without a login.
+        objects: The byte path; `None` behind an HTTP proxy, which it does not support.
         delete_all: Removes many objects.
     """
 
     def __init__(self, bucket: str, client: Any, stack: AsyncExitStack, pace: Pace, meters: Meters) -> None:
         self.bucket = bucket
-        self.endpoint: str = client.meta.endpoint_url
+        self.endpoint = without_secrets(client.meta.endpoint_url)
         self.objects: Objects | None = None
         self._client = client
         self._stack = stack
@@ -99,14 +103,15 @@ class S3Client:
                 )
             )
             self = cls(bucket, client, stack, Pace(num_connections), meters)
-            if not get_environ_proxies(self.endpoint):
+            url = client.meta.endpoint_url
+            if not get_environ_proxies(url):
                 tls = ssl.create_default_context(cafile=session._session.get_config_variable("ca_bundle") or where())
                 self.objects = Objects(
                     bucket,
-                    self.endpoint,
+                    url,
                     client.meta.region_name,
                     await session.get_credentials(),
-                    connections=Connections(self.endpoint, tls, num_idle_max=num_connections),
+                    connections=Connections(url, tls, num_idle_max=num_connections),
                     pace=self._pace,
                     meters=meters,
                 )
@@ -124,7 +129,7 @@ class S3Client:
         self._meters.add("s3_requests", verb=verb)
 
     @asynccontextmanager
-    async def _request(self) -> AsyncIterator[None]:
+    async def _request(self, *, is_conditional: bool = False) -> AsyncIterator[None]:
         """One request, at the endpoint's pace, with the errors of this package."""
         try:
             async with self._pace.turn():
@@ -133,20 +138,24 @@ class S3Client:
         except Throttled:
             self._meters.add("s3_throttled")
             raise
+        except (Taken, Conflict) as error:
+            if is_conditional:
+                raise
+            raise plain(error, {"bucket": self.bucket, "endpoint": self.endpoint}) from error
 
-    async def get_record(self, name: str, allocate: Callable[[int], memoryview]) -> memoryview | None:
-        """`get`, by the byte path where there is one."""
+    async def get_record(self, name: str, allocate: Callable[[int], memoryview]) -> Object | None:
+        """As `get`, over the byte path if there is one."""
         if self.objects is None:
             return await self.get(name, allocate)
         try:
-            data = await self.objects.get(name, allocate)
+            found = await self.objects.get(name, allocate)
         except NoBucket as error:
             raise self._no_bucket() from error
         self._bucket_seen = True
-        return data
+        return found
 
     async def put_record(self, name: str, body: memoryview) -> None:
-        """`put` where there is none, by the byte path where there is one."""
+        """As `put` with `if_absent`, over the byte path if there is one."""
         if self.objects is None:
             await self.put(name, bytes(body), if_absent=True)  # the client takes no memoryview
             return
@@ -158,6 +167,11 @@ class S3Client:
 
     async def head(self, name: str) -> int | None:
         """Bytes of an object, or `None`."""
+        seen = await self.look(name)
+        return seen[0] if seen is not None else None
+
+    async def look(self, name: str) -> tuple[int, str] | None:
+        """Bytes of an object and its ETag, or `None`."""
         try:
             async with self._request():
                 answer = await self._client.head_object(Bucket=self.bucket, Key=name)
@@ -169,10 +183,10 @@ class S3Client:
         except NoBucket as error:
             raise self._no_bucket() from error
         self._bucket_seen = True
-        return int(answer["ContentLength"])
+        return int(answer["ContentLength"]), str(answer.get("ETag", ""))
 
-    async def get(self, name: str, allocate: Callable[[int], memoryview]) -> memoryview | None:
-        """The bytes of an object in the buffer that `allocate` returns for their number, or `None`."""
+    async def get(self, name: str, allocate: Callable[[int], memoryview]) -> Object | None:
+        """An object, in a buffer of its size from `allocate`; `None`: there is no such object."""
         try:
             async with self._request():
                 answer = await self._client.get_object(Bucket=self.bucket, Key=name)
@@ -191,24 +205,25 @@ class S3Client:
         if done != num_bytes:
             raise Unavailable("S3 sent less than it announced", bucket=self.bucket, expected=num_bytes, seen=done)
         self._bucket_seen = True
-        return buffer
+        return Object(buffer, str(answer.get("ETag", "")))
 
     async def put(self, name: str, body: bytes, *, if_absent: bool) -> None:
         """Store an object.
 
         Raises:
-            Taken: `if_absent`, and there is one. `Conflict`: it could not be decided now.
+            Taken: `if_absent`, and there is one.
+            Conflict: Another put of the same name was under way.
         """
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         try:
-            async with self._request():
+            async with self._request(is_conditional=if_absent):
                 await self._client.put_object(Bucket=self.bucket, Key=name, Body=body, **condition)
         except (NoBucket, Absent) as error:
             raise self._no_bucket() from error
         self._bucket_seen = True
 
     async def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Remove an object; an absent one is no error."""
         try:
             async with self._request():
                 await self._client.delete_object(Bucket=self.bucket, Key=name)
@@ -218,7 +233,7 @@ class S3Client:
             return
 
     async def _delete_many(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Remove a thousand objects at most; returns what S3 says of those that it did not remove."""
+        """Remove up to a thousand objects; returns S3's errors on those that it did not remove."""
         wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
             async with self._request():
@@ -227,26 +242,45 @@ class S3Client:
             raise self._no_bucket() from error
         return list(answer.get("Errors", ()))
 
-    async def copy(self, source: str, target: str) -> bool:
-        """Copy an object inside the bucket. False: it is not there."""
+    async def move(self, source: str, target: str, tag: str | None) -> bool:
+        """Copy an object and remove it. False: it is not there, or has another ETag than `tag` (`None`: any) by now.
+
+        An endpoint that ignores conditions on copies and removals, as Ceph's gateway does, or refuses them, moves an
+        object that took the name since our look, a few requests ago: nothing that it offers closes that gap.
+        """
+        seen = await self.look(source)
+        if seen is None or tag not in (None, seen[1]):
+            return False
         try:
-            async with self._request():
-                origin = {"Bucket": self.bucket, "Key": source}
-                await self._client.copy_object(Bucket=self.bucket, Key=target, CopySource=origin)
-        except Absent:
+            try:
+                await self._copy_and_remove(source, target, {"CopySourceIfMatch": seen[1]}, {"IfMatch": seen[1]})
+            except Unavailable as error:
+                if error.details.get("code") not in _NO_CONDITIONS:
+                    raise
+                await self._copy_and_remove(source, target, {}, {})
+        except (Absent, Taken, Conflict):
             return False
         except NoBucket as error:
             raise self._no_bucket() from error
         return True
 
+    async def _copy_and_remove(
+        self, source: str, target: str, if_copied: Mapping[str, str], if_removed: Mapping[str, str]
+    ) -> None:
+        origin = {"Bucket": self.bucket, "Key": source}
+        async with self._request(is_conditional=True):
+            await self._client.copy_object(Bucket=self.bucket, Key=target, CopySource=origin, **if_copied)
+        async with self._request(is_conditional=True):
+            await self._client.delete_object(Bucket=self.bucket, Key=source, **if_removed)
+
     async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
-        """Names that start with `prefix`, with their bytes, as many at a time as S3 tells in an answer."""
+        """Names that start with `prefix`, with their sizes, as many at a time as S3 lists in one answer."""
         token: dict[str, str] = {}
         while True:
             try:
                 async with self._request():
                     answer = await self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix, **token)
-            except NoBucket as error:
+            except (NoBucket, Absent) as error:
                 raise self._no_bucket() from error
             yield [(item["Key"], int(item["Size"])) for item in answer.get("Contents", ())]
             if not answer.get("IsTruncated"):
@@ -254,10 +288,10 @@ class S3Client:
             token = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def check_bucket(self) -> None:
-        """See that the bucket is there and may be used.
+        """Check that the bucket exists and may be used.
 
         Raises:
-            Unavailable: It is not; the message names the next step.
+            Unavailable: It does not, or may not; the message names the next step.
         """
         try:
             async with self._request():
@@ -278,7 +312,7 @@ class S3Client:
         """The rules by which S3 removes or moves objects of the bucket by itself, as it spells them.
 
         Raises:
-            Unavailable: They cannot be read; `details["code"]` is S3's word for why, where it said one.
+            Unavailable: They cannot be read; `details["code"]` is S3's error code, if it sent one.
         """
         try:
             async with self._request():
@@ -293,11 +327,11 @@ class S3Client:
         return rules
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        """What stands between `prefix` and the next slash of names, each once; the first thousand."""
+        """The names' next components after `prefix`, up to a slash, each once; the first thousand."""
         try:
             async with self._request():
                 answer = await self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
-        except NoBucket as error:
+        except (NoBucket, Absent) as error:
             raise self._no_bucket() from error
         return [item["Prefix"][len(prefix) : -1] for item in answer.get("CommonPrefixes", ())]
 
@@ -315,7 +349,7 @@ class S3Client:
 
 
 def _timestamp(text: Any) -> datetime:
-    """As botocore reads one, but quickly where it is spelled as listings do."""
+    """As botocore parses one, but faster for the spelling that listings use."""
     if isinstance(text, str) and text.endswith("Z"):
         with suppress(ValueError):
             return datetime.fromisoformat(text)

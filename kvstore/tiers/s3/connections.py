@@ -1,4 +1,4 @@
-"""Connections to one S3 endpoint, kept for the next request."""
+"""A pool of connections to one S3 endpoint."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Connections"]
 
 _CONNECT_S = 3.0
 _IDLE_S = 15.0
-"""Servers end connections that were idle for 20 s or more; one that is asked at that moment fails."""
+"""Servers close connections that were idle for 20 s or more; a request sent at that moment fails."""
 
 
 class Connections:
-    """As many connections as there are requests at a time; the one that was used last is used first.
+    """As many connections as there are concurrent requests; the most recently used one is used first.
 
     Args:
         endpoint: `http://host:port` or `https://host`.
         tls: How to check an `https` endpoint.
-        num_idle_max: Further ones are closed after use.
-        clock: For the time that they were idle.
+        num_idle_max: Idle connections to keep; further ones are closed after use.
+        clock: For the time that connections were idle.
     """
 
     def __init__(self, endpoint: str, tls: ssl.SSLContext, *, num_idle_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -42,9 +42,9 @@ class Connections:
         """A connection for one request, and whether it was used before.
 
         Raises:
-            OSError: Nobody listens, within 3 s.
+            OSError: No connection could be opened within 3 s.
 
-        If cancelled, the connection that was asked is dropped.
+        If cancelled during the request, the connection is dropped.
         """
         connection = self._take()
         is_used = connection is not None

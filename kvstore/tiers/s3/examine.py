@@ -1,4 +1,4 @@
-"""A look at a bucket, for operators: what our credentials may do there, and what S3 does by itself."""
+"""Examines a bucket for operators: what our credentials may do there, and what S3 does by itself."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _BODY = b"kvstore doctor: may be removed"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of an object that was put, read, listed and removed.
+    """The result of putting, reading, listing and removing an object.
 
     Attributes:
-        refused: By the right that is missing, like `s3:PutObject`: S3's word for it.
+        refused: By missing right, e.g. `s3:PutObject`: S3's error code.
         wrong: What was answered wrongly, in words; empty: nothing.
-        writes_once: A second put under the same name was refused; `None`: it could not be tried.
+        writes_once: Whether a second put under the same name was refused; `None`: not tried.
     """
 
     refused: Mapping[str, str]
@@ -43,7 +43,7 @@ class Trial:
 
 
 class BucketExaminer:
-    """Looks at one location; see `open_examiner`. All its calls raise `Unavailable` where S3 does not answer.
+    """Examines one location; see `open_examiner`. All its calls raise `Unavailable` if S3 does not answer.
 
     Attributes:
         endpoint: Where it is.
@@ -60,11 +60,11 @@ class BucketExaminer:
     def _note_date(self, fields: Mapping[str, str]) -> None:
         with suppress(ValueError, TypeError):
             told_s = parsedate_to_datetime(fields.get("date", "")).timestamp()
-            # cut to whole seconds: on average it was half of one later
+            # truncated to whole seconds: on average the true time is half a second later
             self.clock_offset_s = told_s + 0.5 - SYSTEM_CLOCK.wall_ms() / 1000
 
     async def namespaces(self) -> Sequence[str]:
-        """What stands where namespaces do; the first request: its errors tell a missing bucket from bad credentials."""
+        """The names of namespaces. To be called first: its errors tell a missing bucket from bad credentials."""
         return await self._client.list_folders(f"{self._root}{ROOT}/")
 
     async def rules(self) -> list[LifecycleRule]:
@@ -84,8 +84,8 @@ class BucketExaminer:
         try:
             if await self._put(name, refused):
                 writes_once = await self._is_taken(name)
-                data = await self._tried("s3:GetObject", refused, self._client.get(name, _fresh))
-                if "s3:GetObject" not in refused and (data is None or bytes(data) != _BODY):
+                found = await self._tried("s3:GetObject", refused, self._client.get(name, _fresh))
+                if "s3:GetObject" not in refused and (found is None or bytes(found.data) != _BODY):
                     wrong = "an object that was just put is not read back"
                 if not await self._is_listed(name, refused):
                     wrong = wrong or "an object that was just put is not listed"
@@ -102,7 +102,7 @@ class BucketExaminer:
         return "s3:PutObject" not in refused
 
     async def _is_taken(self, name: str) -> bool:
-        """A put on condition that there is nothing is refused for the reason that there is something."""
+        """Whether a conditional put is refused because the object exists."""
         try:
             await self._client.put(name, _BODY, if_absent=True)
         except (Taken, Conflict):
@@ -122,7 +122,7 @@ class BucketExaminer:
 
     @staticmethod
     async def _tried(right: str, refused: dict[str, str], request: Awaitable[T]) -> T | None:
-        """The answer; `None`, and an entry in `refused`, when S3 says that we may not."""
+        """The answer; `None`, and an entry in `refused`, if we lack the right."""
         try:
             return await request
         except Unavailable as error:

@@ -19,6 +19,7 @@ __all__ = [
     "Transient",
     "broken_off",
     "cannot_connect",
+    "plain",
     "refusal",
     "translated",
 ]
@@ -56,19 +57,19 @@ class Taken(Exception):
 
 
 class Conflict(Exception):
-    """A conditional put met another one under way."""
+    """A conditional put met another one in progress."""
 
 
 class Transient(Unavailable):
-    """Asked again, it may go well."""
+    """A retry may succeed."""
 
 
 class Throttled(Transient):
-    """The endpoint asks to be asked less."""
+    """The endpoint asks for fewer requests."""
 
 
 def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
-    """The error for an answer that is no success: one of the outcomes above, or `Unavailable` with the next step."""
+    """The error for an unsuccessful answer: one of the outcomes above, or `Unavailable` with the next step."""
     if code == "NoSuchBucket":
         return NoBucket()
     if code in ("NoSuchKey", "404", "NotFound"):
@@ -82,6 +83,13 @@ def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
     next_step = _NEXT_STEP.get(code, "see the endpoint's log")
     kind = Transient if code in _PASSING_CODES or status in _PASSING_STATUS else Unavailable
     return kind(f"S3 refused a request: {next_step}", **where, code=code, status=status)
+
+
+def plain(error: Exception, where: dict[str, str]) -> Exception:
+    """The same error for a request without a condition: what is an outcome of a conditional put is none of it."""
+    if isinstance(error, Taken | Conflict):
+        return Unavailable("S3 refused a request as if it had a condition: see the endpoint's log", **where)
+    return error
 
 
 def cannot_connect(where: dict[str, str]) -> Transient:

@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection for large bodies: received straight into their target, sent without a copy.
 
-Why our own: records are most of what this tier moves, and a general client hands every body over in pieces that are
-copied again, at several times the processor time for a byte. It speaks what S3 needs: one request at a time, answers
-with a length, and errors in chunks.
+Why our own: records are most of what this tier moves, and a general client delivers every body in pieces that are
+copied again, at several times the processor time per byte. It supports what S3 needs: one request at a time, answers
+with a length, and chunked errors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Answer", "HttpConnection", "Lost"]
 
 _HEAD_BYTES_MAX = 32 << 10
 _SMALL_BYTES_MAX = 64 << 10
-"""An error's body is read up to here; more of it, and the connection is given up."""
+"""An error's body is read up to this size; if it is longer, the connection is dropped."""
 
 Place = Callable[[int], memoryview]
 
 
 class Lost(Exception):
-    """The connection broke, or what came is no HTTP. Stays inside this package.
+    """The connection broke, or the answer is not HTTP. Stays inside this package.
 
     Attributes:
-        before_answer: Not one byte of the answer had come: on a connection that was idle, the peer had ended it.
+        before_answer: No byte of the answer had arrived: if the connection was idle before, the peer had closed it.
     """
 
     def __init__(self, reason: str, *, before_answer: bool) -> None:
@@ -41,9 +41,9 @@ class Answer:
     """An answer.
 
     Attributes:
-        status: As HTTP numbers them.
+        status: The HTTP status code.
         fields: Header fields, names in lower case.
-        body: In the buffer that was asked for, for a success; else as much of it as is of use.
+        body: For a success, in the buffer that `place` returned; else as much of it as is useful.
     """
 
     status: int
@@ -61,7 +61,7 @@ class _Phase(Enum):
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """Made by `asyncio`'s `create_connection`; of no further use once `reusable` is false while nothing runs."""
+    """Made by `asyncio`'s `create_connection`; unusable once `reusable` is false while no request runs."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -92,13 +92,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         Args:
             head: Request line and fields, the empty line included.
             body: What follows them; not copied.
-            place: Returns the buffer for a success's body of so many bytes.
+            place: Returns the buffer for the body of a success, given its size.
 
         Raises:
             Lost: The connection broke.
             KVStoreError: From `place`.
 
-        If cancelled, the connection is dropped, and the buffer is not written to any more.
+        If cancelled, the connection is dropped, and the buffer is no longer written.
         """
         transport = self._transport
         if transport is None:
@@ -180,7 +180,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._keep = self._keep and _keeps(version, self._fields)
                 self._begin_body(behind)
                 return
-            self._scratch[: len(behind)] = behind  # 100 Continue and its like: the answer itself follows
+            self._scratch[: len(behind)] = behind  # an interim answer like 100 Continue: the final one follows
             self._end = len(behind)
         if self._end == len(self._scratch):
             raise Lost("the head of the answer is too long", before_answer=False)
@@ -210,7 +210,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._more(memoryview(behind))
 
     def _first(self, behind: bytes) -> None:
-        """What came together with the head: the only part of a body that is copied."""
+        """Take what arrived together with the head: the only part of a body that is copied."""
         if len(behind) > self._needed:
             raise Lost("more came than the answer announced", before_answer=False)
         self._target[: len(behind)] = behind
@@ -229,7 +229,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif self._phase is _Phase.CHUNKS and (joined := _join_chunks(self._small)) is not None:
             self._done(memoryview(joined))
             return
-        if len(self._small) > _SMALL_BYTES_MAX:  # enough to tell what went wrong
+        if len(self._small) > _SMALL_BYTES_MAX:  # enough to see what went wrong
             self._keep = False
             self._done(memoryview(bytes(self._small)))
 
@@ -263,7 +263,7 @@ def _keeps(version: str, fields: Mapping[str, str]) -> bool:
 
 
 def _join_chunks(data: bytearray) -> bytes | None:
-    """The body that chunks make up; `None`: the last one has not come."""
+    """The body that the chunks form; `None`: the last one has not arrived."""
     body, at = bytearray(), 0
     while (line_stop := data.find(b"\r\n", at)) >= 0:
         try:

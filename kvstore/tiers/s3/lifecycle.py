@@ -14,10 +14,10 @@ class LifecycleRule:
     """What one enabled rule does to current objects without tags, as ours are.
 
     Attributes:
-        name: Its id; S3 makes one where its author did not.
-        prefix: Of the names that it is about.
+        name: Its id; S3 assigns one if its author did not.
+        prefix: Prefix of the names that it applies to.
         expires: When it removes them, in words like `after 30 days`; `None`: never.
-        moves_to: By storage class: when it moves them there, likewise.
+        moves_to: By storage class: when it moves them there, in the same words.
     """
 
     name: str
@@ -26,15 +26,15 @@ class LifecycleRule:
     moves_to: Mapping[str, str]
 
     def touches(self, root: str) -> bool:
-        """It removes or moves some object whose name starts with `root`."""
+        """Whether it removes or moves an object whose name starts with `root`."""
         overlaps = root.startswith(self.prefix) or self.prefix.startswith(root)
         return overlaps and (self.expires is not None or bool(self.moves_to))
 
 
 def parse_rules(rules: Iterable[Mapping[str, Any]]) -> list[LifecycleRule]:
-    """The enabled rules that are about objects without tags.
+    """The enabled rules that apply to objects without tags.
 
-    What a rule does to old versions and to unfinished uploads does not concern records, which are written once.
+    What a rule does to old versions and unfinished uploads does not affect records, which are written once.
     """
     return [_parse(rule) for rule in rules if rule.get("Status") == "Enabled" and not _asks_for_tags(rule)]
 

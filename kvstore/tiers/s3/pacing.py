@@ -1,4 +1,4 @@
-"""How fast an endpoint is asked: fewer requests at a time when it says `SlowDown`, and retries that have a budget."""
+"""Limits the load on an endpoint: fewer concurrent requests when it says `SlowDown`, and a budget for retries."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _GOLDEN = 0.6180339887498949
 
 
 class RetryBudget:
-    """Allows 32 retries, and from then on one for each ten requests that went well.
+    """Allows 32 retries, and after that one for every ten requests that succeed.
 
-    A failing endpoint is thus asked at most a tenth more than it would be without retries, however many callers it has.
+    So retries add at most a tenth to the load on a failing endpoint, however many callers it has.
     """
 
     def __init__(self) -> None:
@@ -38,21 +38,21 @@ class RetryBudget:
         return True
 
     def earn(self) -> None:
-        """A request went well."""
+        """Note a request that succeeded."""
         self._left = min(_RETRIES_KEPT, self._left + _EARNED)
 
 
 def backoff_s(attempt: int, spread: float) -> float:
-    """Seconds to wait before attempt number `attempt` (the first retry is 1): doubling, half of it spread out.
+    """Seconds to wait before retry number `attempt` (from 1): doubling, half of it spread out.
 
     Args:
-        spread: From 0 to 1, different for each retry, so that those who failed together do not return together.
+        spread: From 0 to 1, different for each retry, so that requests that failed together do not return together.
     """
     return float(min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** (attempt - 1)) * (0.5 + 0.5 * spread))
 
 
 def next_window(window: float, *, limit: int, slowed: bool) -> float:
-    """Requests at a time: half as many after a `SlowDown`, one more after a whole window of them went well."""
+    """Concurrent requests to allow: half as many after a `SlowDown`, one more after a whole window of successes."""
     return max(1.0, window / 2) if slowed else min(float(limit), window + 1 / window)
 
 
@@ -68,7 +68,7 @@ class Pace:
         self._spread = (os.getpid() * _GOLDEN) % 1.0
 
     def spread(self) -> float:
-        """A number from 0 to 1, far from the last ones; another row of them in another process."""
+        """A number from 0 to 1, far from the previous ones; each process has its own sequence."""
         self._spread = (self._spread + _GOLDEN) % 1.0
         return self._spread
 
@@ -76,7 +76,7 @@ class Pace:
     async def turn(self) -> AsyncIterator[None]:
         """Run a block as one request; `Throttled` from it slows the next ones down.
 
-        If cancelled while waiting, the place in the queue is given up.
+        If cancelled while waiting, it leaves the queue.
         """
         async with self._turns.turn():
             if (pause_s := self._resume_s - self._clock.monotonic_s()) > 0:
@@ -90,7 +90,7 @@ class Pace:
 
     def _slow_down(self) -> None:
         now_s = self._clock.monotonic_s()
-        if now_s >= self._resume_s:  # what was under way meanwhile tells the same thing again
+        if now_s >= self._resume_s:  # requests that were in flight then only repeat the message
             self._set(next_window(self.window, limit=self._limit, slowed=True))
             self._resume_s = now_s + _PAUSE_S
 

@@ -11,6 +11,7 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
@@ -18,8 +19,7 @@ from kvstore.tiers.buffers import allocate_exactly
 from kvstore.tiers.gather import gather_all
 from kvstore.tiers.s3.client import S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
-from kvstore.tiers.s3.url import S3Url
-from kvstore.tiers.verify import check_deadline, open_off_loop
+from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
 
 __all__ = ["S3Tier"]
 
@@ -31,11 +31,11 @@ _SCAN_STEP_S = 60.0
 
 
 class S3Tier(Tier):
-    """Stores records under a prefix of a bucket; make one with `open` or `from_url`.
+    """Stores records under a prefix of a bucket; make one with `open`.
 
     Args:
         client: Owned by the tier.
-        prefix: What all names start with, without slashes at its ends; may be empty.
+        prefix: Prefix of all names, without slashes at its ends; may be empty.
         name: Shown in metrics and answers.
     """
 
@@ -64,10 +64,10 @@ class S3Tier(Tier):
 
         What is `None` comes from the usual AWS environment (variables, profile, instance role). At most
         `num_requests_max` requests run at a time, fewer while the endpoint says `SlowDown`; further ones wait within
-        their deadline. Counted are `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
+        their deadline. It counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
 
         Raises:
-            InvalidRequest: The AWS settings are wrong, or only one half of the credentials was given.
+            InvalidRequest: The AWS settings are wrong, or only half of the credentials was given.
         """
         if (access_key is None) != (secret_key is None):
             raise InvalidRequest("give access_key and secret_key, or neither", bucket=bucket)
@@ -81,19 +81,6 @@ class S3Tier(Tier):
             meters=meters or Meters(),
         )
         return cls(client, prefix.strip("/"), name=name)
-
-    @classmethod
-    async def from_url(cls, url: str, *, access_key: str | None = None, secret_key: str | None = None) -> S3Tier:
-        """`open` with what `s3://bucket/prefix?endpoint_url=...&region=...` says."""
-        parsed = S3Url.parse(url)
-        return await cls.open(
-            parsed.bucket,
-            parsed.prefix,
-            endpoint_url=parsed.endpoint_url,
-            region=parsed.region,
-            access_key=access_key,
-            secret_key=secret_key,
-        )
 
     @property
     def num_quarantined(self) -> int:
@@ -115,19 +102,19 @@ class S3Tier(Tier):
                 raise CorruptRecord("the object is too large for a record", limit=MAX_RECORD_BYTES, seen=num_bytes)
             return allocate_exactly(num_bytes, allocate)
 
-        opened: Record | str
         try:
             async with self._until(deadline, "reading a record"):
-                data = await self._client.get_record(self._name(key), receive_into)
-            if data is None:
-                return None
-            # not under the deadline: S3 has done its part, and must not be blamed for a processor that is busy
-            opened = await open_off_loop(data, key)
+                found = await self._client.get_record(self._name(key), receive_into)
         except CorruptRecord as error:
-            opened = str(error)
+            await self._put_aside_too_large(key, str(error), deadline)
+            return None
+        if found is None:
+            return None
+        # outside the deadline: S3 has done its part, and must not be blamed for a busy processor
+        opened = await open_off_loop(found.data, key)
         if isinstance(opened, Record):
             return opened
-        await self.quarantine(key, opened, deadline=deadline)
+        await self._put_aside(key, opened, found.tag, deadline)
         return None
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
@@ -138,7 +125,7 @@ class S3Tier(Tier):
                     await self._client.put_record(self._name(record.key), record.data)
                 except Taken:
                     return PutOutcome.EXISTS
-                except Conflict:  # another put of the same name is under way: ask again when it has ended
+                except Conflict:  # another put of the same name is under way: retry when it has ended
                     await asyncio.sleep(_CONFLICT_WAIT_S)
                     continue
                 return PutOutcome.STORED
@@ -154,24 +141,41 @@ class S3Tier(Tier):
             return True
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """As `Tier.delete_all`: a request for each thousand, where the endpoint can."""
+        """As `Tier.delete_all`: one request per thousand, if the endpoint can."""
         self._check(deadline)
         async with self._until(deadline, "removing records"):
             await self._client.delete_all([self._name(key) for key in keys])
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy."""
         self._check(deadline)
-        name = self._name(key)
+        if seen is None:
+            return await self._put_aside(key, reason, None, deadline)
+        async with self._until(deadline, "reading a record that was found bad"):
+            found = await self._client.get_record(self._name(key), fresh_buffer)
+        if found is None or not is_same(found.data, seen.data):
+            return False
+        return await self._put_aside(key, reason, found.tag, deadline)
+
+    async def _put_aside_too_large(self, key: RecordKey, reason: str, deadline: Deadline) -> None:
+        """Put aside an object that was not read, unless it has made way for one of a possible size."""
+        async with self._until(deadline, "looking at a record that was found bad"):
+            looked = await self._client.look(self._name(key))
+        if looked is not None and looked[0] > MAX_RECORD_BYTES:
+            await self._put_aside(key, reason, looked[1], deadline)
+
+    async def _put_aside(self, key: RecordKey, reason: str, tag: str | None, deadline: Deadline) -> bool:
+        """Put aside the object that was seen with this ETag (`None`: any). False: it is gone, or another one by now."""
         aside = f"{self._root}quarantine/{format_name(key)}"
         async with self._until(deadline, "quarantining a record"):
-            if not await self._client.copy(name, aside):
-                return
-            await self._client.delete(name)
+            if not await self._client.move(self._name(key), aside, tag):
+                _log.info("a record was read damaged, and is gone or another by now tier=%s key=%s", self.name, key)
+                return False
         self._num_quarantined += 1
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
         _log.warning("record quarantined tier=%s key=%s reason=%s object=%s", self.name, key, reason, aside)
+        return True
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()
@@ -198,13 +202,13 @@ class S3Tier(Tier):
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)
         async with self._until(deadline, "reading a manifest"):
-            data = await self._client.get(
+            found = await self._client.get(
                 self._root + manifest_name(namespace), lambda num_bytes: memoryview(bytearray(num_bytes))
             )
-        return None if data is None else bytes(data)
+        return None if found is None else bytes(found.data)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """Counting would mean a scan: only what this process put aside is known."""
+        """Only what this process put aside is known: counting records would mean a scan."""
         self._check(deadline)
         return TierUsage(None, None, None, self._num_quarantined)
 

@@ -1,4 +1,4 @@
-"""What is put around a tier: limits, a circuit breaker, meters. See README.md."""
+"""Wraps a tier with limits, a circuit breaker and meters. See README.md."""
 
 from kvstore.tiers.wrap.breaker import Breaker
 from kvstore.tiers.wrap.guarded import GuardedTier, tell_put_aside

@@ -10,16 +10,16 @@ __all__ = ["Breaker"]
 class Breaker:
     """Opens after `failures_max` failures in a row, or after one call that hung for `hang_s` or longer.
 
-    A call hung when its deadline came, or its caller left, after at least `notice_s`, and no other call was answered
-    since it started. So callers with little time left, or with slow but living tiers, switch nothing off.
+    A call hung if its deadline came, or its caller left, after at least `notice_s`, and no other call has been answered
+    since it started. So neither callers with little time left nor slow but living tiers open it.
 
     Args:
         failures_max: Failures in a row.
-        notice_s: A shorter wait shows nothing.
-        hang_s: A single wait of this length up to the deadline is proof.
+        notice_s: A shorter wait proves nothing.
+        hang_s: A single wait of this length, up to the deadline, is proof.
         delay_first_s: Wait before the first probe; doubled with each that fails.
-        delay_max_s: The longest wait: a tier is used again so long after its return at the latest, for the price of
-            one small question per wait.
+        delay_max_s: The longest wait, and so the latest that a tier is used again once it is back; each wait costs one
+            small request.
     """
 
     def __init__(
@@ -44,22 +44,26 @@ class Breaker:
         self.is_open = False
 
     def succeeded(self, now_s: float) -> None:
-        """A caller's call was answered: the slate is clean."""
+        """Note that a caller's call was answered: failures are forgotten."""
         self._answered_s = now_s
         self._num_failures = 0
         if not self.is_open:
             self.delay_s = self._delay_first_s
 
     def failed(self) -> bool:
-        """A caller's call was refused by the tier or the network. True: the breaker opened just now."""
+        """Note that the tier or the network refused a caller's call. True: the breaker opened just now."""
         return self._count(is_proof=False)
 
     def ran_out(self, started_s: float, now_s: float, *, by_deadline: bool) -> bool:
-        """A caller's call was not answered: its deadline came, or the caller went away. True: opened just now."""
+        """Note that a caller's call was not answered by its deadline, or before its caller left. True: opened now."""
         answered_since = self._answered_s is not None and self._answered_s >= started_s
         if answered_since or now_s - started_s < self._notice_s:
             return False
         return self._count(is_proof=by_deadline and now_s - started_s >= self._hang_s)
+
+    def gave_proof(self) -> bool:
+        """Note that somebody has seen for certain that the tier does not answer. True: the breaker opened just now."""
+        return self._count(is_proof=True)
 
     def _count(self, *, is_proof: bool) -> bool:
         if self.is_open:
@@ -69,10 +73,10 @@ class Breaker:
         return self.is_open
 
     def probe_failed(self) -> None:
-        """Wait twice as long before the next one."""
+        """Double the wait before the next probe."""
         self.delay_s = min(2 * self.delay_s, self._delay_max_s)
 
     def probe_succeeded(self) -> None:
-        """Closed again. The delay stays grown until a caller's call succeeds, so that a flapping tier is asked less."""
+        """Close. The delay is kept until a caller's call succeeds, so that a flapping tier is probed less often."""
         self.is_open = False
         self._num_failures = 0

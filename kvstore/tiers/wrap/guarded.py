@@ -1,4 +1,4 @@
-"""A tier that cannot hold up its callers: breaker, limits, meters."""
+"""A tier wrapper that keeps a failing tier from holding up its callers: breaker, limits, meters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.background import Background
@@ -28,7 +28,7 @@ _PROBE_S = 2.0
 
 
 def tell_put_aside(events: Events, tier: str, key: RecordKey, reason: str) -> None:
-    """An event for a record that a tier has put aside."""
+    """Emit an event for a record that a tier has put aside."""
     about: dict[str, str | int | float] = {"tier": tier, "group": key.group, "slice": key.slice, "reason": reason}
     text = f"a record in {tier} was put aside, and not served: {reason}"
     events.tell(
@@ -42,8 +42,8 @@ class GuardedTier(Tier):
     Args:
         inner: The tier; owned from now on.
         meters: Where calls, hits, bytes and errors are counted (see README.md).
-        breaker: When to stop asking; a default one if `None`.
-        calls_max: Calls at a time; one more is refused, so that a slow tier does not collect the whole node's requests.
+        breaker: Decides when to stop asking; `None`: a default one.
+        calls_max: Calls at a time; further ones are refused, so that a slow tier does not tie up the whole node.
         clock: For the length of calls.
         events: Told when the tier is left alone, when it is back, and of each record that is put aside.
         tracing: Makes a span of each call.
@@ -73,6 +73,7 @@ class GuardedTier(Tier):
         self._events = events if events is not None else Events(clock)
         self._background = Background(f"guard of tier {inner.name}")
         self._closed = False
+        self._why = ""  # it was left alone last
 
     @property
     def num_quarantined(self) -> int:
@@ -82,6 +83,13 @@ class GuardedTier(Tier):
     def is_open(self) -> bool:
         """True while calls are refused."""
         return self._breaker.is_open
+
+    def leave_alone(self, why: str) -> None:
+        """Refuse calls until a probe succeeds: whoever opened the tier has seen that it does not answer, and has said
+        so. Without that a tier which knows its usage without asking would pass for a healthy one until it is needed.
+        """
+        if self._breaker.gave_proof():
+            self._off(why)
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         with self._call("head", deadline):
@@ -130,12 +138,12 @@ class GuardedTier(Tier):
         with self._call("allow_eviction", deadline):
             await self.inner.allow_eviction(keys, deadline=deadline)
 
-    async def quarantine(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         with self._call("quarantine", deadline):
-            await self.inner.quarantine(key, reason, deadline=deadline)
+            return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        """Not counted against the breaker: a scan is the operator's, and no request waits for it."""
+        """As `Tier.scan`. Does not affect the breaker: scans are the operator's, and no request waits for them."""
         self._check_closed_breaker()
         async for entry in self.inner.scan(namespace):
             yield entry
@@ -180,8 +188,8 @@ class GuardedTier(Tier):
 
     @contextmanager
     def _guard(self, deadline: Deadline) -> Iterator[None]:
-        """Refuse the call, or run it and learn from how it ends."""
-        if not self._closed:  # else the inner tier says `Closed`
+        """Refuse the call, or run it and tell the breaker how it ended."""
+        if not self._closed:  # else the inner tier raises `Closed`
             self._check_closed_breaker()
         if self._num_calls >= self._calls_max:
             self._count("refused")
@@ -214,13 +222,17 @@ class GuardedTier(Tier):
     def _check_closed_breaker(self) -> None:
         if self._breaker.is_open:
             self._count("refused")
-            raise Unavailable("the tier failed and is left alone until a probe succeeds", tier=self.name)
+            text = "the tier failed and is left alone until a probe succeeds"
+            raise Unavailable(text, tier=self.name, reason=self._why)
 
     def _opened(self, why: str) -> None:
-        if self._closed:
-            return
+        if not self._closed:
+            _log.warning("tier %s is off, requests go on without it: %s", self.name, why)
+            self._off(why)
+
+    def _off(self, why: str) -> None:
+        self._why = why
         self._meters.set("tier_open", 1, tier=self.name)
-        _log.warning("tier %s is off, requests go on without it: %s", self.name, why)
         text = f"tier {self.name} is off, requests go on without it"
         self._events.tell(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": why})
         self._background.spawn(self._probe_until_closed(), "probe")
@@ -231,8 +243,10 @@ class GuardedTier(Tier):
             await asyncio.sleep(self._breaker.delay_s)
             try:
                 await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S, self._clock))
-            except Unavailable:
+            except Exception as error:  # noqa: BLE001 - a task's top: were it to end here, the tier would stay off for ever
                 self._breaker.probe_failed()
+                if not isinstance(error, KVStoreError):
+                    _log.exception("a probe of tier %s failed, it is probed again", self.name)
             else:
                 self._breaker.probe_succeeded()
         self._meters.set("tier_open", 0, tier=self.name)

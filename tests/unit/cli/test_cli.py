@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,13 +13,24 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.catalog.entry import Level
+from kvstore.cli.main import main
+from kvstore.cli.reindex import _Remembered
 from kvstore.settings import Settings
+from kvstore.tiers.locations import FileLocation
 
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -38,8 +50,9 @@ def test_version() -> None:
         (["serve", "--config", "/nonexistent.toml"], 2, ["/nonexistent.toml"]),
         (["status", "--url", "unix:/nonexistent/s"], 1, ["not reachable", "/nonexistent/s"]),
         (["explain", "some-id", "--url", "unix:/nonexistent/s"], 1, ["not reachable", "/nonexistent/s"]),
+        (["bench", "stroe"], 2, ["store, lookup", "stroe"]),
         (["status", "--url", "nowhere"], 2, ["unix:/path", "nowhere"]),
-        (["status", "--timeout-s", "soon"], 2, ["timeout-s"]),
+        (["status", "--timeout-s", "soon"], 2, ["timeout-s", "kvstore status --help"]),
     ],
 )
 def test_errors_are_one_line_that_names_what_to_change(arguments: list[str], status: int, texts: list[str]) -> None:
@@ -52,15 +65,51 @@ def test_errors_are_one_line_that_names_what_to_change(arguments: list[str], sta
         assert text in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "texts"),
+    [
+        (["status", "--url", "unix:/nonexistent/s"], 1, ["`kvstore serve`", "--url", "KVSTORE_LISTEN"]),
+        (["status", "--url", "embeded:"], 2, ["unix:/path", "'embeded:'", "or embedded:"]),
+        (["status", "--url", "embedded:"], 1, ["no private service runs"]),
+        (["status", "--token-file", "/nonexistent/token"], 2, ["token_file", "No such file"]),
+        (["weights", "retire"], 2, ["kvstore weights retire --help"]),
+        (["serve", "--admin-listen", "7070"], 2, ["admin_listen", "host:port", "127.0.0.1:7070", "'7070'"]),
+        (["serve", "--quotas", "team-a"], 2, ["quotas", "guaranteed and maximum", "'team-a'"]),
+        (["pin", "ab", "1" * 64, "--for", "7"], 2, ["for", "with its unit", "'7'"]),
+        (["show", "ab", "abcd"], 2, ["64 hex digits", "kvstore ls", "'abcd'"]),
+        (["verify", "hot"], 2, ["no such tier", "KVSTORE_HOT"]),
+        (["verify", "warm"], 2, ["hot, cold or a location"]),
+        (["simulate", "/nonexistent/trace"], 2, ["trace", "No such file"]),
+    ],
+)
+def test_what_helps_is_named(
+    arguments: list[str],
+    status: int,
+    texts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Likewise for mistakes that are easily made: the message has the setting, the flag or the verb that helps."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert (code, out, len(err.splitlines())) == (status, "", 1)
+    for text in texts:
+        assert text in err
+
+
 def test_serve_has_a_flag_and_a_help_for_every_setting() -> None:
     """The settings are the only list of flags and the only place that describes them."""
     from kvstore.cli import serve
 
     described = serve._described()
     assert set(described) == set(Settings.model_fields)
-    _, out, _ = run("serve", "--help")
+    _, out, _ = run("serve", "-h", COLUMNS="200")
+    shown = " ".join(out.replace("│", " ").split())
     for name in Settings.model_fields:
         assert "--" + name.replace("_", "-") in out
+        assert described[name] in shown  # whole, brackets too
 
 
 def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
@@ -80,7 +129,13 @@ def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
             assert values["tiers"]["memory"]["limit_bytes"] == 16 << 20
             code, out, _ = run("status", "--url", url)
             assert code == 0
-            assert "16,777,216 (16.0 MiB)" in out
+            assert "working" in out and "of 16.0 MiB" in out and "none has connected" in out
+            config = tmp_path / "settings.toml"
+            config.write_text(f'listen = "{url}"\n')
+            code, out, _ = run("status", "--config", str(config), "--timeout", "30", "--all")
+            assert code == 0 and "16,777,216" in out
+            code, out, _ = run("explain", "--config", str(config))
+            assert code == 0 and "no engine has reported" in out
             code, _, err = run("serve", *flags)
             assert code == 2
             assert "another program listens there" in err
@@ -91,3 +146,40 @@ def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
         assert f"set url to {url}" in said
         assert service.wait(10) == 0
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("arguments", [["verify"], ["reindex"]])
+def test_a_path_with_a_typing_mistake_stays_without_a_directory(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks at records makes none of its own where there are none."""
+    monkeypatch.setenv("KVSTORE_COLD", f"file://{tmp_path / 'recrods'}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(arguments) == 1
+    assert "there are no records: check the path" in capsys.readouterr().err
+    assert not (tmp_path / "recrods").exists()
+
+
+def test_a_reindex_goes_on_where_it_can_remember_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a container whose file system is not to be written to: it says so once."""
+    remembered = _Remembered(Path("/proc/nobody/kvstore"), {Level.COLD: FileLocation(Path("/r"))})
+    for num_records in (1, 2):
+        remembered.save(Level.COLD, num_records)
+    remembered.finish(Level.COLD)
+    assert remembered.num_records(Level.COLD) == 2 and remembered.is_done(Level.COLD)
+    remembered.forget()
+    assert not remembered.is_done(Level.COLD)
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1) and "--state" in err
+
+
+def test_a_verb_that_is_interrupted_says_so(tmp_path: Path) -> None:
+    """Ctrl-C while a trace comes in: 130, and one line."""
+    trace = tmp_path / "trace"
+    os.mkfifo(trace)
+    with subprocess.Popen([*COMMAND, "simulate", str(trace)], stderr=subprocess.PIPE, text=True) as verb:
+        with trace.open("wb"):  # returns when the verb reads
+            verb.send_signal(signal.SIGINT)
+            assert verb.stderr is not None
+            assert verb.stderr.read() == "kvstore: interrupted\n"
+        assert verb.wait(60) == 130

@@ -19,7 +19,8 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.cli.main import main
 from kvstore.model.prefix_chain import PlainChain
-from kvstore.service.admin.job_board import Job, JobBoard
+from kvstore.service.admin.job import Job
+from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.credentials import Grant
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
@@ -145,6 +146,35 @@ async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypat
     assert "operator's token" in (await run("top", "--once", "--timeout", "60"))[1]
 
 
+async def test_the_doctor_shows_the_token_of_the_environment(
+    made: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all verbs do: with a right one the service answers, with a wrong one that is what is wrong."""
+    call = ("doctor", "--url", f"unix:{tmp_path / 'socket'}", "--timeout", "60", "--json")
+    for token, verdict in (("operator token", "ok"), ("wrong", "failed")):
+        monkeypatch.setenv("KVSTORE_TOKEN", token)
+        findings = {one["name"]: one for one in json.loads((await run(*call))[1])["findings"]}
+        assert findings["service"]["verdict"] == verdict
+        assert ("token" in findings["service"]["seen"]) == (verdict == "failed")
+
+
+async def test_requests_are_listed_by_their_whole_ids(made: World, run: Run, tmp_path: Path) -> None:
+    """They are there to be copied; a part that several have asks for more, one that none has tells how to go on."""
+    prompt = await made.save(prompt_of("a"))
+    ids = [f"chatcmpl-{digit * 50}" for digit in "12"]
+    for id_ in ids:
+        made.store.tell(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+    url = ("--url", f"unix:{tmp_path / 'socket'}")
+    status, out, err = await run("explain", *url)
+    assert (status, err) == (0, "") and all(id_ in out for id_ in ids)
+    status, out, _ = await run("explain", "chatcmpl-1", *url)
+    assert status == 0 and ids[0] in out
+    status, _, err = await run("explain", "chatcmpl", *url)
+    assert status == 2 and "write more of it" in err
+    status, _, err = await run("explain", "cmpl", *url)
+    assert status == 2 and "ask without one" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "texts"),
     [
@@ -199,7 +229,7 @@ async def test_a_token_that_is_refused_is_told(
     async with other:
         port = other.sockets[0].getsockname()[1]
         code, _, err = await run("ls", "--admin-url", f"127.0.0.1:{port}")
-    assert code == 1 and "no administration interface of kvstore" in err
+    assert code == 1 and "not an administration interface of kvstore" in err
 
 
 async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +255,9 @@ async def test_an_interrupted_verb_cancels_its_job(made: World, monkeypatch: pyt
     async def hang(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
-    def find(board: JobBoard, id_: str, grant: Grant) -> Job:
+    async def find(board: JobBoard, id_: str, grant: Grant) -> Job:
         watched.set()
-        return real_find(board, id_, grant)
+        return await real_find(board, id_, grant)
 
     real_find = JobBoard.find
     monkeypatch.setattr(JobBoard, "find", find)
@@ -238,7 +268,7 @@ async def test_an_interrupted_verb_cancels_its_job(made: World, monkeypatch: pyt
     verb.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(verb.communicate(), 60)
     assert verb.returncode == 130, err
-    assert b"cancelled, 0 boundaries were done" in err and b"Traceback" not in err
+    assert b"cancelled, after 0 boundaries" in err and b"Traceback" not in err
     async with made.client("operator") as client:
         assert [job["state"] for job in (await client.get("/v1/jobs")).json()["jobs"]] == ["cancelled"]
     monkeypatch.undo()

@@ -52,8 +52,8 @@ def test_a_directory_before_and_after_damage(tmp_path: Path) -> None:
     ("arguments", "status", "text"),
     [
         (["file:///nonexistent/records"], 1, "there are no records: check the path"),
-        (["memory:"], 2, "there is no such tier"),
-        (["hot"], 2, "there is no such tier"),
+        (["memory:"], 2, "no such tier"),
+        (["hot"], 2, "no such tier"),
         (["tape://drive"], 2, "cold must be s3://bucket/prefix"),
         (["--rate", "quick"], 2, "expected bytes"),
         (["--rate", "0"], 2, "must be positive"),

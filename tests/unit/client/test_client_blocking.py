@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -87,17 +88,19 @@ def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> Non
 def test_nobody_waits_past_the_deadline(service: ServiceProcess, store: BlockingStore) -> None:
     """Frozen service: one deadline, then at once; even a loop whose thread is stuck costs little more."""
     service.freeze()
-    for limit_s in (0.5, 0.05):
+    for seconds in (0.2, 60.0):
         begun_s = time.monotonic()
         with pytest.raises(Unavailable):
-            store.status(deadline=Deadline.after(0.2))
-        assert time.monotonic() - begun_s < limit_s
+            store.status(deadline=Deadline.after(seconds))
+        assert time.monotonic() - begun_s < 5
     service.thaw()
-    store._loop.call_soon_threadsafe(time.sleep, 1.0)
+    stuck = threading.Event()
+    store._loop.call_soon_threadsafe(stuck.wait, 60.0)
     begun_s = time.monotonic()
     with pytest.raises(Unavailable, match="thread"):
         store.status(deadline=Deadline.after(0.1))
-    assert time.monotonic() - begun_s < 0.7
+    assert time.monotonic() - begun_s < 30
+    stuck.set()
 
 
 def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
         begun_s = time.monotonic()
         store.close()
         store.close()
-        assert time.monotonic() - begun_s < 1.0
+        assert time.monotonic() - begun_s < 30
         with pytest.raises(Closed):
             future.result(1)
         with pytest.raises(Closed):
@@ -203,3 +206,13 @@ def sessions(store: BlockingStore) -> object:
     described = store.status(deadline=soon())["service"]
     assert isinstance(described, dict)
     return described["sessions"]
+
+
+def test_a_name_that_is_resolved_too_late_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever connected has given up and said so; what else nobody awaited is logged as ever."""
+    with BlockingStore("unix:/nowhere") as store:
+        for error in (socket.gaierror(-2, "Name or service not known"), ValueError("lost")):
+            store._loop.call_soon_threadsafe(store._loop.call_exception_handler, {"message": "m", "exception": error})
+        with pytest.raises(Unavailable):
+            store.status(deadline=soon())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]

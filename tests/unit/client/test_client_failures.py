@@ -18,8 +18,10 @@ from kvstore.testing.service_process import ServiceProcess, free_tcp_url
 
 PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
 CALL_S = 0.3
-SLACK_S = 1.5
-"""The machines are shared."""
+AT_ONCE_S = 5.0
+"""The machines are shared: what is told at once may come late, but not as late as the deadline of such a call."""
+PATIENT_S = 60.0
+HEALS_S = 20.0
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -46,12 +48,14 @@ async def save_all(client: RemoteStore) -> Staged:
     return staged
 
 
-def calls(client: RemoteStore, staged: Staged) -> dict[str, Callable[[], Awaitable[object]]]:
+def calls(
+    client: RemoteStore, staged: Staged, seconds: float = PATIENT_S
+) -> dict[str, Callable[[], Awaitable[object]]]:
     lease = staged.lease or LeaseId(b"")
     record = PROMPT.record(64, seed=1)
 
     def soon() -> Deadline:
-        return Deadline.after(CALL_S)
+        return Deadline.after(seconds)
 
     return {
         "lookup": lambda: client.lookup(PROMPT.query(), deadline=soon()),
@@ -61,14 +65,14 @@ def calls(client: RemoteStore, staged: Staged) -> dict[str, Callable[[], Awaitab
     }
 
 
-async def fails_within(call: Awaitable[object], seconds: float) -> None:
+async def fails_at_once(call: Awaitable[object]) -> None:
     begun_s = time.monotonic()
     with pytest.raises(Unavailable):
         await call
-    assert time.monotonic() - begun_s < seconds
+    assert time.monotonic() - begun_s < AT_ONCE_S
 
 
-async def heals(client: RemoteStore, seconds: float) -> None:
+async def heals(client: RemoteStore) -> None:
     """The client is of use again by itself, namespaces included."""
     begun_s = time.monotonic()
     while True:
@@ -76,7 +80,7 @@ async def heals(client: RemoteStore, seconds: float) -> None:
             await client.lookup(PROMPT.query(), deadline=Deadline.after(CALL_S))
             await client.save(PROMPT.record(64), deadline=Deadline.after(CALL_S))
         except Unavailable:
-            assert time.monotonic() - begun_s < seconds
+            assert time.monotonic() - begun_s < HEALS_S
             await asyncio.sleep(0.01)
         else:
             return
@@ -88,12 +92,12 @@ async def test_a_frozen_service_costs_one_deadline(service: ServiceProcess, clie
     staged = await save_all(client)
     service.freeze()
     try:
-        await fails_within(calls(client, staged)[verb](), CALL_S + SLACK_S)
+        await fails_at_once(calls(client, staged, CALL_S)[verb]())
         for call in calls(client, staged).values():
-            await fails_within(call(), 0.05)
+            await fails_at_once(call())
     finally:
         service.thaw()
-    await heals(client, 1.0)
+    await heals(client)
     assert staged.lease is not None
     loaded = await client.load(staged.lease, staged.keys[0], deadline=Deadline.after(5))
     assert bytes(loaded.data) in {bytes(record.data) for record in PROMPT.records()}
@@ -112,9 +116,9 @@ async def test_a_service_frozen_in_the_middle_of_loads_heals(service: ServicePro
     begun_s = time.monotonic()
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     service.thaw()
-    assert time.monotonic() - begun_s < CALL_S + SLACK_S
+    assert time.monotonic() - begun_s < AT_ONCE_S
     assert any(isinstance(outcome, Unavailable) for outcome in outcomes)
-    await heals(client, 1.0)
+    await heals(client)
     by_key = {record.key: bytes(record.data) for record in PROMPT.records()}
     for key in staged.keys:
         assert bytes((await client.load(staged.lease, key, deadline=Deadline.after(5))).data) == by_key[key]
@@ -128,11 +132,11 @@ async def test_a_killed_service_fails_calls_at_once(service: ServiceProcess, cli
     call = asyncio.ensure_future(calls(client, staged)[verb]())
     await asyncio.sleep(0.05)
     service.kill()
-    await fails_within(call, 1.0)
+    await fails_at_once(call)
     for later in calls(client, staged).values():
-        await fails_within(later(), 0.5)
+        await fails_at_once(later())
     service.start()
-    await heals(client, 1.0)
+    await heals(client)
     assert (await save_all(client)).resume_tokens == 256
 
 
@@ -148,7 +152,7 @@ async def test_one_warning_and_one_all_clear(
             await client.status(deadline=Deadline.after(CALL_S))
         await asyncio.sleep(0.02)
     service.start()
-    await heals(client, 1.0)
+    await heals(client)
     await client.wait_ready(deadline=Deadline.after(2))
     await asyncio.sleep(0.05)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -160,9 +164,9 @@ async def test_a_client_of_nothing_fails_at_once_and_finds_it_later(tmp_path: Pa
     """The client is made before there is a service; it neither fails nor waits, and connects when there is one."""
     service = ServiceProcess(f"unix:{tmp_path / 's'}")
     client = connect(service.url)
-    await fails_within(client.status(deadline=Deadline.after(5)), 0.1)
+    await fails_at_once(client.status(deadline=Deadline.after(PATIENT_S)))
     with service:
-        await heals_status(client, 1.0)
+        await heals_status(client)
     await client.aclose()
 
 
@@ -171,10 +175,10 @@ async def test_a_service_frozen_from_the_start_is_given_up_and_found_again(tmp_p
     with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
         service.freeze()
         client = connect(service.url, options=ClientOptions(first_attempt_s=0.2, hello_timeout_s=0.5))
-        await fails_within(client.status(deadline=Deadline.after(5)), 0.2 + SLACK_S)
-        await fails_within(client.status(deadline=Deadline.after(5)), 0.05)
+        await fails_at_once(client.status(deadline=Deadline.after(PATIENT_S)))
+        await fails_at_once(client.status(deadline=Deadline.after(PATIENT_S)))
         service.thaw()
-        await heals_status(client, 1.0)
+        await heals_status(client)
         await client.aclose()
 
 
@@ -184,22 +188,22 @@ async def test_a_long_frozen_service_is_connected_to_anew(service: ServiceProces
     client = connect(service.url, options=ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3))
     await save_all(client)
     service.freeze()
-    await fails_within(client.status(deadline=Deadline.after(CALL_S)), CALL_S + SLACK_S)
+    await fails_at_once(client.status(deadline=Deadline.after(CALL_S)))
     for _ in range(20):
-        await fails_within(client.status(deadline=Deadline.after(CALL_S)), 0.05)
+        await fails_at_once(client.status(deadline=Deadline.after(PATIENT_S)))
         await asyncio.sleep(0.05)
     service.thaw()
-    await heals(client, 1.5)
+    await heals(client)
     await client.aclose()
 
 
-async def heals_status(client: RemoteStore, seconds: float) -> None:
+async def heals_status(client: RemoteStore) -> None:
     begun_s = time.monotonic()
     while True:
         try:
             await client.status(deadline=Deadline.after(CALL_S))
         except Unavailable:
-            assert time.monotonic() - begun_s < seconds
+            assert time.monotonic() - begun_s < HEALS_S
             await asyncio.sleep(0.01)
         else:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -42,43 +43,10 @@ def soon() -> Deadline:
     return Deadline.after(10)
 
 
-def test_try_submit_says_busy_instead_of_waiting(pool: CodecPool) -> None:
-    """With the budget used up a plain thread is told so at once, and is let in when the job has ended."""
-    gate = Gate()
-    job = pool.try_submit(80, gate)
-    assert job is not None
-    assert pool.try_submit(30, str) is None
-    small = pool.try_submit(20, divmod, 7, 2)
-    assert small is not None and small.result(10) == (3, 1)
-    gate.open()
-    assert job.result(10) == "done"
-    assert pool.submit(100, lambda: 5, deadline=soon()).result(10) == 5
-
-
-def test_submit_gives_up_at_its_deadline(pool: CodecPool) -> None:
-    """A plain thread that waits for room longer than its deadline is turned away; its work never starts."""
-    gate, never = Gate(), Gate()
-    job = pool.submit(100, gate, deadline=soon())
-    with pytest.raises(Unavailable):
-        pool.submit(1, never, deadline=Deadline.after(0.02))
-    gate.open()
-    job.result(10)
-    assert not never.started.is_set()
-
-
-def test_submit_waits_for_room(pool: CodecPool) -> None:
-    """A plain thread that waits is let in as soon as the bytes are free."""
-    gate = Gate()
-    pool.submit(100, gate, deadline=soon())
-    threading.Timer(0.02, gate.open).start()
-    assert pool.submit(100, lambda: "next", deadline=soon()).result(10) == "next"
-
-
-def test_more_than_the_whole_budget_is_refused(pool: CodecPool) -> None:
+async def test_more_than_the_whole_budget_is_refused(pool: CodecPool) -> None:
     """A job that could never be let in is the caller's mistake."""
     with pytest.raises(InvalidRequest):
-        pool.submit(101, str, deadline=soon())
-    assert pool.try_submit(101, str) is None
+        await pool.run(101, str, deadline=soon())
     with pytest.raises(InvalidRequest):
         CodecPool(num_threads=0, limit_bytes=1)
 
@@ -101,7 +69,6 @@ async def test_waiters_are_served_in_order(pool: CodecPool) -> None:
     small = asyncio.ensure_future(pool.run(10, lambda: order.append("small"), deadline=soon()))
     await asyncio.sleep(0.01)
     assert pool.usage.num_waiting == 2
-    assert pool.try_submit(10, str) is None
     gate.open()
     await asyncio.gather(first, large, small)
     assert order == ["large", "small"]
@@ -186,13 +153,11 @@ async def test_close_turns_waiters_away_and_lets_jobs_end() -> None:
     pool.close()
     with pytest.raises(Closed):
         await pool.run(1, str, deadline=soon())
-    with pytest.raises(Closed):
-        pool.try_submit(1, str)
     assert pool.usage.used_bytes == 0
 
 
 def test_many_threads_and_one_budget() -> None:
-    """Sixteen threads hammer a small pool: never more than the budget runs, every job runs, nothing stays taken."""
+    """Sixteen threads with a loop each hammer a small pool: the budget holds, every job runs, nothing stays taken."""
     pool, lock = CodecPool(num_threads=4, limit_bytes=10), threading.Lock()
     now, peak, done = 0, 0, 0
 
@@ -205,12 +170,12 @@ def test_many_threads_and_one_budget() -> None:
             now -= num_bytes
             done += 1
 
-    def ask(seed: int) -> None:
+    async def ask(seed: int) -> None:
         for turn in range(50):
             num_bytes = (seed + turn) % 7 + 1
-            pool.submit(num_bytes, lambda n=num_bytes: work(n), deadline=soon()).result(10)
+            await pool.run(num_bytes, partial(work, num_bytes), deadline=soon())
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+    threads = [threading.Thread(target=lambda seed=seed: asyncio.run(ask(seed))) for seed in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:

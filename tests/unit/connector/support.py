@@ -83,6 +83,7 @@ class SteeredStore(PageStore):
         outcome: What every save answers instead of keeping the record.
         after_stage: Called on the loop's thread when a stage is about to return.
         on_load: Changes the record that a load returns.
+        on_stage: Changes what a stage answers.
         cancelled: Names of calls that were cancelled.
     """
 
@@ -95,6 +96,7 @@ class SteeredStore(PageStore):
         self.outcome: SaveOutcome | None = None
         self.after_stage: Callable[[], None] = lambda: None
         self.on_load: Callable[[Record], Record] = lambda record: record
+        self.on_stage: Callable[[Staged], Staged] = lambda staged: staged
         self.cancelled: list[str] = []
 
     @property
@@ -125,7 +127,7 @@ class SteeredStore(PageStore):
         await self._pass("stage", deadline)
         staged = await self.inner.stage(query, deadline=deadline, progress=progress)
         self.after_stage()
-        return staged
+        return self.on_stage(staged)
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
         await self._pass("renew", deadline)
@@ -255,7 +257,6 @@ def make_facts(**changes: Any) -> EngineFacts:
         packing={"backend": "test"},
     )
     values: dict[str, Any] = {
-        "vllm_version": "0.32.0",
         "model_path": "/nowhere/model",
         "architecture": "Llama",
         "model_config": {"hidden_size": 64},

@@ -127,6 +127,20 @@ def test_a_request_that_ends_before_it_has_computed(audited: World, computes: bo
     assert audited.ask("s") == (64 if computes else 0)
 
 
+def test_blocks_that_cannot_be_found_are_not_compared(audited: World) -> None:
+    """A table that is too short: what of the audit can be looked at is, the rest is left to another request."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a")
+    audited.ask("r")
+    jobs = audited.side.plan_step(StepFacts({"r": 170}, {"r": [tuple(range(100, 105))]}, computed_tokens={"r": 0}))
+    assert spans(jobs.audit.records) == [(4, 0, (100, 101, 102, 103))]
+    assert audited.side.meters.get("connector_audit_skipped") == 2
+    audited.side.on_finished("r")
+    done(audited, *jobs.audit.records)
+    assert not audited.side.has_pending_saves
+    audited.no_leases()
+
+
 def test_blocks_that_are_gone_are_not_read_back(audited: World) -> None:
     """A load whose request is preempted before its first forward is forgotten by the ranks."""
     audited.keep("a", 170)
@@ -154,6 +168,26 @@ def test_a_load_that_is_newer_than_the_news_of_a_preemption_is_read_back(audited
     audited.finished("s")
     jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
     assert jobs.audit.read_backs == ("s",)
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed", "reset"])
+def test_a_load_that_nobody_computes_with_is_forgotten(tmp_path: Path, how: str) -> None:
+    """By the ranks, and only once it has ended: until then they remember more of it."""
+    with world(tmp_path, audit_rate=1.0, weights_may_change=True) as made:
+        made.keep("a", 170)
+        made.new("r", 170, "a")
+        made.ask("r")
+        done(made, *compute(made, "r", 0, 170))
+        made.new("s", 170, "a")
+        made.ask("s")
+        made.admit("s", 160)
+        if how == "aborted":
+            made.side.on_finished("s")
+        elif how == "reset":
+            made.side.reset_cache(is_empty=False)
+        made.step()
+        made.finished("s", failed=how == "failed")
+        assert made.step().audit.gone == ("s",)
 
 
 def test_leases_are_renewed_while_the_engine_computes(audited: World) -> None:

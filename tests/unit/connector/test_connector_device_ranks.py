@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +13,12 @@ from connector.device.copy import StreamDevice
 from connector.device.streams import InlineStreams, Streams
 from kvstore.codec import PLANES2, PLANES4
 from tests.unit.connector.device_contract import LAYOUTS
-from tests.unit.connector.rank_world import NUM_BLOCKS, SOURCE, TARGET, Make, Rank, ranks_on
+from tests.unit.connector.rank_world import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.stream_world import SimulatedStreams
-from tests.unit.connector.support import LoopBridge, bridge_to_memory
+from tests.unit.connector.support import LoopBridge
 
 ALL = tuple(range(NUM_BLOCKS))
 UseStreams = Callable[[Streams], None]
-
-
-@pytest.fixture
-def bridge() -> Iterator[LoopBridge]:
-    with bridge_to_memory() as made:
-        yield made
-
-
-@pytest.fixture
-def rank(bridge: LoopBridge) -> Iterator[Make]:
-    with ranks_on(bridge) as make:
-        yield make
 
 
 @pytest.fixture

@@ -184,6 +184,17 @@ def test_pins_end_with_failed_saves_too() -> None:
     assert (at.pins.held, len(at.saves)) == ([], 0)
 
 
+def test_what_has_no_second_chance_is_lost_without_room() -> None:
+    """A state that finds no room, and the end of a request, are counted as lost and not as waiting."""
+    at = World(STATES, FULL, prompt=40, limit_bytes=1)
+    at.step(32, [], [1, 2, 3], [], offers=[Offer(0, 8, 32), Offer(2, 9, 32)])  # one page always fits
+    assert at.meters.get("connector_saves", outcome="no_room") == 1
+    assert at.meters.get("connector_saves_delayed") == 1  # the second page, which the next step tries again
+    at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3], []])
+    assert at.meters.get("connector_saves", outcome="no_room") == 2
+    assert at.meters.get("connector_saves_delayed") == 1
+
+
 def test_jobs_that_were_never_sent() -> None:
     """An error later in the step takes its jobs back, but not those of requests that ended: these go out next."""
     at = World(FULL, prompt=40)

@@ -54,11 +54,6 @@ def test_who_wants_a_receipt() -> None:
     assert not any(wants_receipt(params) for params in (None, {}, {"do_remote_decode": False}, {"do_remote_decode": 1}))
 
 
-def ask_while(made: World, request_id: str, times: int) -> None:
-    for _ in range(times):
-        assert made.side.matched_tokens(request_id, 0) is None
-
-
 def lookups_begun(made: World) -> float:
     return made.side.meters.get("connector_lookup_seconds_count")
 

@@ -247,6 +247,36 @@ def test_vllm_takes_less_than_it_was_promised(at: World) -> None:
     at.finished("a")
 
 
+@pytest.mark.parametrize(("how", "hits"), [("loaded", 1), ("failed", 0), ("aborted", 0)])
+def test_a_hit_is_counted_once_it_is_loaded(at: World, how: str, hits: int) -> None:
+    """What a rank could not load is computed, and what nobody waits for any more is thrown away: no hit."""
+    at.keep("a", 170)
+    at.new("a", 170)
+    at.admit("a", at.ask("a", 32), 32)
+    if how == "aborted":
+        at.side.on_finished("a")
+    at.finished("a", failed=how == "failed")
+    assert at.side.meters.get("connector_hits") == hits
+    assert at.side.meters.get("connector_external_tokens") == 128 * hits
+    assert at.side.meters.get("connector_records_staged", tier="memory") == 6 * hits
+
+
+def test_a_hit_of_which_nothing_came_is_no_shorter_hit(at: World) -> None:
+    """What vanished between lookup and stage is a miss, and counted as that alone."""
+    records = at.keep("a", 170)
+    at.new("a", 170)
+    at.hashed("a")
+
+    async def lose_all(store: SteeredStore) -> None:
+        for record in records:
+            store.inner._memory.remove(record.key)
+
+    at.bridge.run(lose_all)
+    assert at.ask("a") == 0
+    assert at.side.meters.get("connector_misses", reason="nothing_staged") == 1
+    assert at.side.meters.get("connector_hits_cut", reason="staged_less") == 0
+
+
 def test_not_taken(at: World) -> None:
     """Blocks were allocated without the hit: the lease ends, nothing is loaded."""
     at.keep("a", 170)

@@ -128,6 +128,7 @@ class LeaseWorld:
             at.bridge,
             settings,
             step_tokens=BLOCK,
+            layout=at.shape.layout,
             admission=Admission(),
             adapters=Adapters(Path("/nowhere")),
             outcomes=Outcomes(at.bridge, at.shape.layout),
@@ -211,3 +212,19 @@ def test_stage_has_a_ceiling(at: World) -> None:
     assert leases.meters.get("connector_misses", reason="stage_timeout") == 1
     at.store.held.clear()
     at.no_leases()
+
+
+def test_steps_longer_than_an_answer_is_fresh(at: World) -> None:
+    """An engine whose steps take seconds asks that rarely: a question put when it asked is answered the next time."""
+    at.keep("a", 170)
+    leases = LeaseWorld(at)
+    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
+    for _ in range(4):
+        eventually(lambda: leases.state.lookup is not None and leases.state.lookup.done())
+        leases.clock.now_s += 2.5
+        assert leases.hit() is None
+        if leases.state.fetch is not None:
+            break
+    assert leases.state.fetch is not None
+    assert at.store.calls["lookup"] == 2
+    leases.lookups.forget(leases.state)

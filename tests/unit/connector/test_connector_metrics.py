@@ -110,6 +110,28 @@ def test_payloads_of_ranks_add_up() -> None:
     assert second["gauges"] == {"connector_ready": 1.0}
 
 
+def test_the_largest_difference_is_of_all_ranks_and_times(
+    prometheus: tuple[CollectorRegistry, dict[type, Any]],
+) -> None:
+    """A rank that has seen less does not hide what another one has seen, in one payload or in a later one."""
+    from types import SimpleNamespace
+
+    from connector.stats import KVStorePromMetrics
+
+    def seen(value: float) -> Payload:
+        return {"gauges": {"connector_audit_max_difference": value}}
+
+    merged: Payload = {}
+    for value in (0.2, 0.5, 0.1):
+        merge(merged, seen(value))
+    assert merged == seen(0.5)
+    registry, kinds = prometheus
+    shown = KVStorePromMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    for value, expected in ((0.5, 0.5), (0.1, 0.5), (0.7, 0.7)):
+        shown.observe(seen(value))
+        assert registry.get_sample_value("vllm:kvstore_audit_max_difference", {"engine": "0"}) == expected
+
+
 def test_the_log_line_is_short() -> None:
     """A line of the log names what happened, bytes in MiB and times in ms, and leaves out what it does not know."""
     line = summary(

@@ -223,6 +223,14 @@ def test_only_the_window_is_written() -> None:
     assert [(piece.first_block, piece.block_ids) for piece in pieces] == [(0, ((9, 8),))]
 
 
+def test_a_window_of_a_shorter_hit_is_not_planned() -> None:
+    """A window that ends earlier begins earlier, in blocks of which nothing was staged: they would stay as they are."""
+    both = (*GROUPS, group(SlidingWindow(window_tokens=20), feeds=(1,)))
+    tables = [[1, 2, 3, 4, 0, 0], [0, 0, 5, 6, 0, 0]]
+    with pytest.raises(InternalError, match="window is not staged"):
+        plan_load(staged([(0, 64), (64, 96)], 96), both, tables, local_tokens=0, resume_tokens=64)
+
+
 def test_chunks_are_written_from_their_start() -> None:
     """Of chunked attention the current chunk is needed."""
     chunks = group(ChunkedLocal(chunk_tokens=64))

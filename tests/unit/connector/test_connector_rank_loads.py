@@ -5,35 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from connector.jobs import LoadJob, StepJobs
+from kvstore.api import LeaseId
 from kvstore.errors import Unavailable
 from kvstore.format.record import HEADER_BYTES, Record
 from tests.unit.connector.device_contract import storage
-from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank, ranks_on
+from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     LoopBridge,
     SteeredStore,
-    bridge_to_memory,
     eventually,
 )
-
-
-@pytest.fixture
-def bridge() -> Iterator[LoopBridge]:
-    with bridge_to_memory() as made:
-        yield made
-
-
-@pytest.fixture
-def rank(bridge: LoopBridge) -> Iterator[Make]:
-    with ranks_on(bridge) as make:
-        yield make
 
 
 def flipped(record: Record) -> Record:
@@ -186,6 +175,55 @@ def test_slow_threads_are_no_stall(rank: Make) -> None:
     target.side.start_loads(target.load_job(target.stage()))
     assert target.result() == ({"r"}, set())
     assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+def test_loads_share_the_memory_for_records(rank: Make, bridge: LoopBridge) -> None:
+    """However many requests load at a time, a dozen records are on their way: each may be of some MiB."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    go_on = threading.Event()
+    target.copier_that(lambda: go_on.wait(10) and None)
+    for name in "abc":
+        target.side.start_loads(target.load_job(target.stage(), name))
+    eventually(lambda: bridge.store.calls["load"] >= 12)
+    bridge.run(lambda _: asyncio.sleep(0.05))
+    assert bridge.store.calls["load"] == 12
+    go_on.set()
+    finished: set[str] = set()
+    eventually(lambda: finished.update(target.side.take_results()[0]) or finished == {"a", "b", "c"})
+    assert bridge.store.calls["load"] == 36
+
+
+def test_a_long_load_does_not_stand_before_a_short_one(
+    rank: Make, bridge: LoopBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load of four dozen records has its first dozen on their way when one of a dozen begins: that one is next, and
+    not behind all of the long one."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    load, asked = bridge.store.load, list[LeaseId]()
+
+    async def noted(lease: LeaseId, *args: Any, **rest: Any) -> Record:
+        asked.append(lease)
+        return await load(lease, *args, **rest)
+
+    monkeypatch.setattr(bridge.store, "load", noted)
+    bridge.store.held.add("load")
+    (long,), (short,) = (target.load_job(target.stage(), name).loads for name in ("long", "short"))
+    assert long.pieces is not None and len(long.pieces) == 12
+    target.side.start_loads(StepJobs(loads=(replace(long, pieces=long.pieces * 4),)))
+    eventually(lambda: len(asked) == 12)
+    target.side.start_loads(StepJobs(loads=(short,)))
+    loader = target.side.loader
+    assert loader is not None
+    eventually(lambda: len(loader._room._waiters or ()) >= 12)
+    bridge.store.held.remove("load")
+    finished: set[str] = set()
+    eventually(lambda: finished.update(target.side.take_results()[0]) or finished == {"long", "short"})
+    assert Counter(asked) == {long.lease: 48, short.lease: 12}
+    assert asked[12:24] == [short.lease] * 12
 
 
 def test_shutdown_while_loading(bridge: LoopBridge) -> None:

@@ -102,7 +102,6 @@ def test_each_field_that_matters_separates() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"vllm_version": "0.32.1"},
         {"model_path": "/other/place"},
         {"num_blocks": 7},
         {"load_failure_policy": "fail"},

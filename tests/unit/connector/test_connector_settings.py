@@ -11,6 +11,7 @@ import pytest
 
 from connector.settings import ConnectorSettings, cache_folder
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.sizes import parse_bytes
 
 VALID: dict[str, tuple[Any, str]] = {
     "url": ("tcp://10.0.0.1:7071", "tcp://10.0.0.1:7071"),
@@ -62,6 +63,12 @@ def test_environment_wins(key: str) -> None:
     assert getattr(parse({key: other}, **{f"KVSTORE_CONNECTOR_{key.upper()}": text}), key) == value
 
 
+@pytest.mark.parametrize("text", ["8GB", "1.5GiB", "500 MB", "64mib", "1048576"])
+def test_bytes_are_spelled_as_the_services_are(text: str) -> None:
+    """One operator sets both."""
+    assert parse({"pinned_bytes": text}).pinned_bytes == parse_bytes(text)
+
+
 def test_other_environment_is_left_alone() -> None:
     """Variables of the service or of anybody else are no settings of the connector."""
     assert parse(KVSTORE_LISTEN="unix:/x", PATH="/bin", CONNECTOR_URL="x") == ConnectorSettings()
@@ -95,8 +102,8 @@ def test_unknown_key_like_none_lists_all() -> None:
         ("weights_may_change", "yes", "true or false"),
         ("weights_may_change", 1, "true or false"),
         ("pinned_bytes", "lots", "8GiB"),
-        ("pinned_bytes", "8GB", "8GiB"),
-        ("pinned_bytes", "1.5GiB", "8GiB"),
+        ("pinned_bytes", "8gigs", "8GiB"),
+        ("pinned_bytes", "1.5", "8GiB"),
         ("pinned_bytes", True, "8GiB"),
         ("pinned_bytes", 1.5, "8GiB"),
         ("pinned_bytes", float("nan"), "8GiB"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +25,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+import connector
 from connector.facts import EngineFacts, StateFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.vllm_facts import cache_layers, read_facts
+from connector.vllm_facts import cache_layers, read_facts, read_name
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Latent, Recurrent, SlidingWindow
 
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -71,6 +76,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     }
     parallel.update({name: changes.pop(name) for name in list(changes) if name in parallel})
     cache.update({name: changes.pop(name) for name in list(changes) if name in cache})
+    is_diffusion = changes.pop("is_diffusion", False)
     assert not changes
     model = SimpleNamespace(
         model="/models/a",
@@ -83,6 +89,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         multimodal_config=None,
         revision=None,
         max_model_len=4096,
+        is_diffusion=is_diffusion,
         get_total_num_kv_heads=lambda: total_heads,
     )
     config = SimpleNamespace(
@@ -192,6 +199,7 @@ def test_chunked_and_draft_layers() -> None:
         ([group(full(), 0)], {"decode_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"prefill_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ([group(full(), 0)], {"is_diffusion": True}, "diffusion"),
         ([group(full(num_kv_heads=1), 0)], {"ranks": 4, "total_heads": 3}, "3 KV heads on 4 ranks"),
     ],
 )
@@ -214,3 +222,22 @@ def test_kernel_blocks_and_shared_layers() -> None:
     split = torch.zeros(400, 2, 32, 128)
     layers = cache_layers({"a": whole, "b": split, "shares a": whole}, ("b", "a"), 100)
     assert [tuple(layer.shape) for layer in layers] == [(100, 4, 2, 32, 128), (100, 2, 128, 128)]
+
+
+def test_every_fact_is_read() -> None:
+    """A fact that nothing in the connector reads is none: it looks like a part of the identity, and is not."""
+    sources = [
+        path.read_text() for path in Path(connector.__file__).parent.rglob("*.py") if path.name != "vllm_facts.py"
+    ]
+    unread = [fact.name for fact in fields(EngineFacts) if not re.search(rf"\.{fact.name}\b", "\n".join(sources))]
+    assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "named"),
+    [("/models/llama/", None, "llama"), ("org/llama", "chat", "chat"), ("org/llama", ["chat", "other"], "chat")],
+)
+def test_a_name_for_people(model: str, served: object, named: str) -> None:
+    """As users ask for the model, else its folder, and no path of the machine; and the process."""
+    config = SimpleNamespace(model_config=SimpleNamespace(model=model, served_model_name=served))
+    assert read_name(config) == f"vllm {named}, pid {os.getpid()}"

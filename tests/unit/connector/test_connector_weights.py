@@ -75,6 +75,18 @@ def test_anything_else_matters(tmp_path: Path, cache: Path) -> None:
     assert len(set(found)) == len(variants)
 
 
+def test_a_file_that_is_changed_under_its_old_date(tmp_path: Path, cache: Path) -> None:
+    """Tools that keep dates (`rsync --inplace --times`, `cp -p`) change content and nothing else that `ls` shows."""
+    model = folder(tmp_path / "model")
+    before, file = digest(model, cache), model / "a.safetensors"
+    dates = file.stat()
+    file.write_bytes(b"other" * 1000)
+    while file.stat().st_ctime_ns == dates.st_ctime_ns:  # a clock that ticks every few ms
+        os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+    os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+    assert digest(model, cache) != before
+
+
 def test_only_weights_are_digested(tmp_path: Path, cache: Path) -> None:
     """Files beside the weights do not change the id; safetensors are preferred over a second form of the weights."""
     before = digest(folder(tmp_path / "one"), cache)

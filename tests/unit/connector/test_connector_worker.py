@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,28 +19,15 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
 from tests.unit.connector.device_contract import LAYOUTS, Cache
-from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, ranks_on
+from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make
 from tests.unit.connector.support import (
     BLOCK,
     LoopBridge,
     SteeredStore,
-    bridge_to_memory,
     eventually,
     make_facts,
     make_shape,
 )
-
-
-@pytest.fixture
-def bridge() -> Iterator[LoopBridge]:
-    with bridge_to_memory() as made:
-        yield made
-
-
-@pytest.fixture
-def rank(bridge: LoopBridge) -> Iterator[Make]:
-    with ranks_on(bridge) as make:
-        yield make
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
@@ -190,8 +176,8 @@ def test_no_buffer_no_waiting(rank: Make) -> None:
     """With host memory for one page and threads that do not get on, a second page fails at once: nobody waits."""
     source = rank(pinned_bytes=1)
     go_on = threading.Event()
-    blocked = [source.side._pool.try_submit(0, go_on.wait, 10) for _ in range(2)]
-    assert all(blocked)
+    for _ in range(source.side._num_threads):
+        source.side._save_pool._executor.submit(go_on.wait, 10)
     start = time.monotonic()
     source.side.save(source.jobs((64, 128)))
     assert time.monotonic() - start < 5

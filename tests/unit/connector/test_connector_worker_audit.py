@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,20 +13,8 @@ from kvstore.codec import decode_into, encode, max_payload_bytes
 from kvstore.errors import Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, seal
-from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank, ranks_on
-from tests.unit.connector.support import LoopBridge, bridge_to_memory, eventually
-
-
-@pytest.fixture
-def bridge() -> Iterator[LoopBridge]:
-    with bridge_to_memory() as made:
-        yield made
-
-
-@pytest.fixture
-def rank(bridge: LoopBridge) -> Iterator[Make]:
-    with ranks_on(bridge) as make:
-        yield make
+from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank
+from tests.unit.connector.support import LoopBridge, eventually
 
 
 def audit_of(rank: Rank) -> StepJobs:

@@ -19,12 +19,12 @@ from kvstore.doctor.s3 import judge_clock_of, judge_conditional, judge_lifecycle
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
 from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
 from kvstore.doctor.sizes import size
-from kvstore.doctor.versions import PYTHON_MIN, SUPPORTED_VLLM, judge_packages, judge_python, judge_vllm
+from kvstore.doctor.versions import PYTHON_MIN, SUPPORTED_VLLM, _installed, judge_packages, judge_python, judge_vllm
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
-from kvstore.settings import parse_bytes
+from kvstore.runtime.sizes import parse_bytes
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.locations_redis import parse_redis
 from kvstore.tiers.redis.examine import RedisExamination
@@ -72,6 +72,8 @@ def test_versions() -> None:
     """Python and vLLM within and without the supported range, and packages that the settings need."""
     check(judge_python((3, 12, 1)), OK, "3.12.1")
     check(judge_python((3, 10, 9)), FAILED, "3.10.9", "Python 3.11")
+    assert _installed("vllm")  # for CPUs it is another distribution
+    assert _installed("no_such_module") is None
     check(judge_vllm(None), SKIPPED, "not installed")
     check(judge_vllm("0.32.0+cpu"), OK)
     check(judge_vllm("0.33.1"), FAILED, "0.33.1", "pip install 'vllm==0.32.*'")
@@ -126,13 +128,14 @@ def test_services() -> None:
     unbelieved = Unavailable("the service is not reachable", reason="the service's certificate is not believed")
     check(judge_unreachable("tls://h:7", unbelieved), FAILED, "not believed", "KVSTORE_TLS_CA_FILE")
     lost = InvalidRequest("cannot read the authorities", field="tls_ca_file", path="/etc/ca.pem")
-    check(judge_unreachable("tls://h:7", lost), FAILED, "authorities", "see that /etc/ca.pem is there")
+    check(judge_unreachable("tls://h:7", lost), FAILED, "authorities", "check that /etc/ca.pem exists")
     check(judge_release({"version": "1.2"}, "1.2"), OK)
     check(judge_release({"version": "1.1"}, "1.2"), WARNING, "1.1", "pip install")
+    check(judge_release({"version": "0.9.0"}, "0.10.0"), WARNING, "0.9.0", "kvstore==0.10.0")
     tiers = {"memory": {"healthy": True, "num_quarantined": 0}, "redis": {"healthy": True, "num_quarantined": 0}}
     check(judge_tiers({"tiers": tiers}), OK, "memory, redis")
     tiers["redis"]["num_quarantined"] = 3
-    check(judge_tiers({"tiers": tiers}), WARNING, "redis put 3", "kvstore verify")
+    check(judge_tiers({"tiers": tiers}), WARNING, "3 corrupt records quarantined in redis", "kvstore verify")
     tiers["redis"] = {"healthy": False, "reason": "the breaker is open"}
     check(judge_tiers({"tiers": tiers}), FAILED, "the breaker is open", "redis")
 
@@ -304,7 +307,7 @@ PLACE = DirectoryFacts(Path("/var/kv"), True, "", 90 * GIB, 100 * GIB, 5 * GIB, 
 def test_directories() -> None:
     """Writable or why not, room for what it may hold, and what it is on."""
     check(judge_access(PLACE), OK)
-    check(judge_access(replace(PLACE, exists=False)), OK, "made at start")
+    check(judge_access(replace(PLACE, exists=False)), OK, "created at start")
     check(judge_access(replace(PLACE, problem="a file cannot be written: Permission denied")), FAILED, "", "chown")
     check(judge_access(replace(PLACE, problem="...: Read-only file system")), FAILED, "", "mount -o remount,rw")
     check(judge_access(replace(PLACE, problem="...: No space left on device")), FAILED, "", "du -xsh /var/kv")

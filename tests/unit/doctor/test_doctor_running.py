@@ -15,7 +15,7 @@ import pytest
 from kvstore.cli.main import main
 from kvstore.doctor import directory
 from kvstore.doctor.finding import Verdict, ok, warning, without
-from kvstore.doctor.running import Check, Tell, run_checks
+from kvstore.doctor.running import Check, Report, run_checks
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
@@ -26,22 +26,22 @@ def test_checks_that_do_not_end_well() -> None:
     """One that blocks its thread, one that waits, one that raises, one with a bug: each costs itself alone."""
     never = threading.Event()
 
-    async def blocks(tell: Tell, deadline: Deadline) -> None:
+    async def blocks(report: Report, deadline: Deadline) -> None:
         never.wait()
 
-    async def waits(tell: Tell, deadline: Deadline) -> None:
-        tell(ok("waits", "begun"))
+    async def waits(report: Report, deadline: Deadline) -> None:
+        report(ok("waits", "begun"))
         async with deadline.scope("the answer"):
             await asyncio.Event().wait()
 
-    async def raises(tell: Tell, deadline: Deadline) -> None:
+    async def raises(report: Report, deadline: Deadline) -> None:
         raise Unavailable("there is nobody", address="h:1")
 
-    async def has_a_bug(tell: Tell, deadline: Deadline) -> None:
+    async def has_a_bug(report: Report, deadline: Deadline) -> None:
         raise ZeroDivisionError("oh")
 
-    async def is_fine(tell: Tell, deadline: Deadline) -> None:
-        tell(ok("fine", "all well"))
+    async def is_fine(report: Report, deadline: Deadline) -> None:
+        report(ok("fine", "all well"))
 
     names = {blocks: ("blocks", "b2"), waits: ("waits", "w2"), raises: ("raises",), has_a_bug: ("bug",)}
     checks = [Check(names.get(run, ("fine",)), run, FIX) for run in (blocks, waits, raises, has_a_bug, is_fine)]

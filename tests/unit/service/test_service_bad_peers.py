@@ -223,6 +223,24 @@ async def test_too_many_requests_are_answered_unavailable(server: Server, bystan
         assert sorted([(await peer.receive() or {})["id"] for _ in range(4)]) == [0, 1, 2, 3]
 
 
+async def test_who_asks_and_takes_no_answer_is_let_go(
+    server: Server, bystander: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer sends pings for ever and reads nothing: the answers that wait for it are bounded, its connection ends."""
+    for name in ("_WRITE_HIGH_BYTES", "_POSTED_BYTES_MAX"):
+        monkeypatch.setattr(f"kvstore.wire.protocol.{name}", 64 << 10)
+    async with peer_of(server) as peer:
+        peer._writer.transport.pause_reading()  # type: ignore[attr-defined]
+        pings = frame({"type": "ping", "id": 1, "deadline_ms": 1000}) * 100
+        with pytest.raises(ConnectionError):
+            for _ in range(2000):
+                peer.send(pings)
+                await peer._writer.drain()
+                waiting = [session.connection._transport for session in server._sessions]
+                assert max(one.get_write_buffer_size() for one in waiting if one) < (256 << 10)
+    await until(lambda: server.describe()["sessions"] == 3)
+
+
 async def test_cancelled_requests_are_answered_once(server: Server, bystander: RemoteStore) -> None:
     """Cancelled in the same packet and later; unknown ids are ignored, and the connection goes on."""
     store = server._answers.store
@@ -274,7 +292,7 @@ async def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
     await listener.aclose()
     assert os.listdir(path.parent) == []
     path.write_text("precious")
-    with pytest.raises(InvalidRequest, match="no socket"):
+    with pytest.raises(InvalidRequest, match="not a socket"):
         await Listener.open(UnixAddress(str(path)), asyncio.Protocol)
     assert path.read_text() == "precious"
     deep = tmp_path / "made" / "s"

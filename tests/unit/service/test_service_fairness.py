@@ -189,6 +189,60 @@ async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_engines_that_stop_in_the_middle_of_a_record(node: Node) -> None:
+    """Engines freeze with half a record sent, and their connections stay: at the deadline of their saves
+    the room is others'. What comes of the record later is dropped, and the connection goes on."""
+    prompt = prompt_of("stopping")
+    client = await node.client(prompt)
+    address = parse_address(node.url)
+    assert isinstance(address, UnixAddress)
+    stopped = []
+    for number in range(5):  # they take all the room
+        reader, writer = await asyncio.open_unix_connection(address.path)
+        writer.write(pack_head(encode(messages.Hello(1, role="data"))))
+        writer.write(pack_head(encode(messages.Save(number, 500, "memory")), PAYLOAD_BYTES) + bytes(PAYLOAD_BYTES // 2))
+        stopped.append((reader, writer))
+    assert await client.save(prompt.records()[0], deadline=Deadline.after(60)) is SaveOutcome.STORED
+    async with asyncio.timeout(60):
+        while node.used_bytes or node.store.living:
+            gc.collect()
+            await asyncio.sleep(0.005)
+    for reader, writer in stopped:
+        writer.write(bytes(PAYLOAD_BYTES // 2) + pack_head(encode(messages.Ping(77, 5000))))
+        async with asyncio.timeout(60):
+            assert b"no room to receive" in await reader.readuntil(b"pong")
+        writer.close()
+    assert node.used_bytes == 0
+
+
+async def test_leases_of_an_engine_that_dies_before_it_reads_of_them(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of several stages wait for an engine that reads nothing, and it dies: all of its leases end with it."""
+    monkeypatch.setattr("kvstore.wire.protocol._WRITE_HIGH_BYTES", 64 << 10)
+    prompt = Prompt(ATTENTION, "dying", 64)
+    node.store._layouts[prompt.description.id] = prompt.layout
+    node.store.records.update({record.key: record for record in prompt.records()})
+    address = parse_address(node.url)
+    assert isinstance(address, UnixAddress)
+    _, writer = await asyncio.open_unix_connection(address.path)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(pack_head(encode(messages.Hello(1))))
+    writer.write(pack_head(encode(messages.OpenNamespace(1000, 60_000, prompt.description.canonical))))
+    fields = convert.query_fields(prompt.query())
+    for number in range(300):
+        writer.write(pack_head(encode(messages.Ping(number, 60_000))) * 100)
+    for number in range(5):
+        writer.write(pack_head(encode(messages.Stage(2000 + number, 60_000, **fields))))
+    async with asyncio.timeout(60):
+        while len(node.store.leases) < 5:
+            await asyncio.sleep(0.005)
+    writer.transport.abort()
+    async with asyncio.timeout(60):
+        while node.store.leases:
+            await asyncio.sleep(0.005)
+
+
 async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:
     """It asks for 100 records of 2 MB and reads none: what waits for it is bounded, and others load as before."""
     prompt = Prompt(ATTENTION, "unread", 64, payload_bytes=2 << 20)
@@ -215,7 +269,7 @@ async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:
     started_s = time.monotonic()
     for key in staged.keys:
         await client.load(staged.lease, key, deadline=soon())
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
     writer.transport.abort()
     with pytest.raises(Unavailable):
         await client.load(staged.lease.__class__(bytes(16)), staged.keys[0], deadline=soon())

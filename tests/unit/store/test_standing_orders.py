@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.api import Ack, Outcome, SaveOutcome
-from kvstore.catalog.orders import FileOrders
+from kvstore.catalog.books import ORDERS, FileBook
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota
@@ -25,8 +27,12 @@ def soon() -> Deadline:
     return Deadline.after(60.0)
 
 
-def orders_of(path: Path, quotas: Mapping[str, Quota] | None = None) -> StandingOrders:
-    return StandingOrders(FileOrders(path), quotas or {}, meters=Meters(), clock=SYSTEM_CLOCK)
+def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> StandingOrders:
+    return orders_in(FileBook(folder, ORDERS), quotas or {})
+
+
+def orders_in(book: FileBook, quotas: Mapping[str, Quota]) -> StandingOrders:
+    return StandingOrders(book, quotas, meters=Meters(), clock=SYSTEM_CLOCK)
 
 
 def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
@@ -35,7 +41,7 @@ def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
 
 async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None:
     """Whoever shares the book follows; other weights and other tenants are left alone; it can be taken back."""
-    told, other = orders_of(tmp_path / "o"), orders_of(tmp_path / "o")
+    told, other = orders_of(tmp_path), orders_of(tmp_path)
     old, new, blue = described("old"), described("new"), described("old", "blue")
     for one in (old, new, blue):
         other.know(one)
@@ -56,7 +62,7 @@ async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
     """A tenant's quota is the ordered one until that is withdrawn; too large guarantees are refused, and what nobody
     here can hold is refused too.
     """
-    orders = orders_of(tmp_path / "o", {"red": Quota(100, 200), "blue": Quota(0, 50)})
+    orders = orders_of(tmp_path, {"red": Quota(100, 200), "blue": Quota(0, 50)})
     with pytest.raises(InvalidRequest, match="holds no quotas"):
         await orders.set_quota("red", Quota(1, 2), deadline=soon())
     held: list[Mapping[str, Quota]] = []
@@ -75,13 +81,13 @@ async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
     """The file is gone, as a Redis after FLUSHALL: whoever remembers tells it, and what cannot be read changes
     nothing.
     """
-    path = tmp_path / "o"
-    orders = orders_of(path)
+    path = tmp_path / "orders.json"
+    orders = orders_of(tmp_path)
     orders.know(described("old"))
     await orders.retire(None, "old", is_retired=True, deadline=soon())
     path.unlink()
     await orders.look(soon())
-    fresh = orders_of(path)
+    fresh = orders_of(tmp_path)
     await fresh.look(soon())
     assert fresh.are_retired("red", "old")
     path.write_text("[")
@@ -124,3 +130,30 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
         assert store.operations.orders is not None
         await store.operations.orders.retire("red", "old", is_retired=False, deadline=soon())
         assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 128
+
+
+async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A book that all services share has lost an order, and is too full to take it again: what others order is followed
+    as soon as there is room, and the service looks until then."""
+    monkeypatch.setattr("kvstore.store.standing_orders._LOOK_S", 0.01)
+    monkeypatch.setattr(FileBook, "is_shared", True)
+    path = tmp_path / "orders.json"
+    book = FileBook(tmp_path, ORDERS)
+    told, other = orders_in(book, {}), orders_in(book, {})
+    await told.start()
+    await told.retire("red", "old", is_retired=True, deadline=soon())
+    path.unlink()
+    book.kind = replace(ORDERS, texts_max=0)
+    meters = told._meters
+    async with asyncio.timeout(60):
+        while not meters.get("catalog_failures", call="orders"):
+            await asyncio.sleep(0.01)
+    book.kind = ORDERS
+    await other.retire("red", "older", is_retired=True, deadline=soon())
+    async with asyncio.timeout(60):
+        while not told.are_retired("red", "older"):
+            await asyncio.sleep(0.01)
+    assert told.are_retired("red", "old")
+    await told.aclose()

@@ -30,6 +30,8 @@ from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.tiers.memory import MemoryTier
 
+pytestmark = pytest.mark.virtual_time
+
 LEASE_S = 0.06
 
 

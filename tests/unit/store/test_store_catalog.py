@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from kvstore.api import Ack
+from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import LeaveReason
 from kvstore.catalog.entry import Level
+from kvstore.catalog.pending_base import PendingEntry
 from kvstore.catalog.sqlite import SqliteCatalog
 from kvstore.errors import Unavailable
+from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
+from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
+from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.tiers.base import PutOutcome
@@ -259,4 +263,120 @@ async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
     back.set()
     assert await recorder.drain(soon()) == 0
     assert len(books.entries) == 1
+    await recorder.aclose()
+
+
+async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog does not answer, so a save goes on; when it does, retention of another service is just deleting what
+    the boundary had before. The record that came since is not deleted: the catalog learns of it, if later."""
+    monkeypatch.setattr("kvstore.store.recorder._AGAIN_S", 0.05)
+    prompt = Prompt(ATTENTION, "a", 64)
+    before, since = prompt.records()[:2]
+    await world.store.open_namespace(prompt.description, deadline=soon())
+    await world.store.save(before, ack=Ack.COLD, deadline=soon())
+    await world.store.drain(soon())
+    boundary = (prompt.namespace, since.key.prefix, Level.COLD)
+    add, is_leaving = world.catalog.add, False
+
+    async def refuse(additions, *, deadline):  # type: ignore[no-untyped-def]
+        nonlocal is_leaving
+        if additions[0].level is not Level.COLD or is_leaving:
+            return await add(additions, deadline=deadline)
+        is_leaving = True
+        await world.catalog.start_leaving(*boundary, deadline=soon())
+        raise Unavailable("not now")
+
+    monkeypatch.setattr(world.catalog, "add", refuse)
+    assert await world.store.save(since, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+    async with asyncio.timeout(60):
+        while not world.recorder.num_refused:
+            await asyncio.sleep(0.01)
+        await world.cold.inner.delete(before.key, deadline=soon())
+        await world.catalog.finish_leaving(*boundary, LeaveReason.EVICTED, deadline=soon())
+        while (await world.catalog.totals(deadline=soon()))[prompt.namespace].levels[Level.COLD].num_records != 1:
+            await asyncio.sleep(0.01)
+    entry = await world.catalog.get(*boundary[:2], deadline=soon())
+    assert entry is not None and entry.keys(Level.COLD) == [since.key]
+
+
+async def test_what_leaves_while_it_is_put_again_does_not_exist(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier tells that it has a record, and drops it before it is asked how large that is: the save is not told that
+    the record exists."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    record = prompt.records()[0]
+    await world.store.open_namespace(prompt.description, deadline=soon())
+    await world.cold.inner.put(record, deadline=soon())
+    put = world.cold.put
+
+    async def put_and_lose(record: Record, *, deadline: Deadline) -> PutOutcome:
+        outcome = await put(record, deadline=deadline)
+        await world.cold.inner.delete(record.key, deadline=deadline)
+        return outcome
+
+    monkeypatch.setattr(world.cold, "put", put_and_lose)
+    with pytest.raises(Unavailable, match="put it again"):
+        await world.store.save(record, ack=Ack.COLD, deadline=soon())
+    monkeypatch.undo()
+    assert await world.store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
+
+
+async def test_a_save_whose_end_is_not_known_is_looked_at_again() -> None:
+    """The cold tier stores a record and its answer is lost, or comes too late: the save fails, and soon the catalog
+    knows of the record all the same; nothing is pending then."""
+    prompt, books, pending, meters = Prompt(ATTENTION, "unsure", 64), CatalogBooks(), PendingBooks(), Meters()
+    catalog = DictCatalog(books)
+    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
+    cold = FaultyTier(MemoryTier(16 << 20, name="cold"))
+    store = TieredStore(
+        MemoryTier(16 << 20),
+        None,
+        CataloguedTier(cold, Level.COLD, recorder),
+        pending=DictPendingLog(pending, lease_s=0.3),
+        recorder=recorder,
+        meters=meters,
+    )
+    await store.open_namespace(prompt.description, deadline=soon())
+    record = prompt.records()[0]
+    cold.unanswered.add(record.key)
+    with pytest.raises(Unavailable):
+        await store.save(record, ack=Ack.COLD, deadline=soon())
+    async with asyncio.timeout(60):
+        while pending.entries:
+            await asyncio.sleep(0.01)
+    totals = (await catalog.totals(deadline=soon()))[prompt.namespace].levels[Level.COLD]
+    assert (totals.num_records, totals.num_bytes) == (1, record.num_bytes)
+    await store.aclose()
+    await recorder.aclose()
+
+
+async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
+    """A service died with records of two namespaces on their way, and of one the manifest cannot be read here: those of
+    the other are finished, and soon its own as well; only the catalog does not know of them."""
+    known, later = Prompt(ATTENTION, "known", 64), Prompt(ATTENTION, "later", 64, tenant="other")
+    pending, meters = PendingBooks(), Meters()
+    recorder = Recorder(DictCatalog(CatalogBooks()), meters, SYSTEM_CLOCK)
+    hot, cold = FaultyTier(MemoryTier(16 << 20, name="hot")), FaultyTier(MemoryTier(16 << 20, name="cold"))
+    await hot.put_manifest(later.namespace, b"not of this release", deadline=soon())
+    log = DictPendingLog(pending, lease_s=0.3)
+    for record in [*known.records(), *later.records()]:
+        await log.add([PendingEntry(record.key, record.num_bytes, 64)], deadline=soon())
+        await hot.put(record, deadline=soon())
+    await log.release(list(pending.entries), deadline=soon())
+    store = TieredStore(
+        MemoryTier(16 << 20),
+        CataloguedTier(hot, Level.HOT, recorder),
+        CataloguedTier(cold, Level.COLD, recorder),
+        pending=log,
+        recorder=recorder,
+        meters=meters,
+        limits=replace(StoreLimits(stage_bytes=1 << 20), write_back_timeout_s=2.0),
+    )
+    await store.open_namespace(known.description, deadline=soon())
+    async with asyncio.timeout(60):
+        while pending.entries:
+            await asyncio.sleep(0.01)
+    assert set(cold.keys_put) == {record.key for record in [*known.records(), *later.records()]}
+    await store.aclose()
     await recorder.aclose()

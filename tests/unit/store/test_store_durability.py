@@ -40,7 +40,7 @@ class World:
     def __init__(self, url: str, scope: str) -> None:
         self.hot, self.cold = slow_tier("redis"), slow_tier("s3")
         self.scope = scope
-        self.client = redis.asyncio.Redis.from_url(url)
+        self.client = redis.asyncio.Redis.from_url(url, socket_timeout=None)  # as `kvstore.tiers.redis.control`
         self.stores: list[TieredStore] = []
 
     def log(self, lease_s: float = LEASE_S) -> RedisPendingLog:

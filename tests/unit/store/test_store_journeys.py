@@ -20,6 +20,8 @@ from kvstore.store.limits import StoreLimits
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.prompts import ATTENTION, Prompt
 
+pytestmark = pytest.mark.virtual_time
+
 T = TypeVar("T")
 
 LEASE_S = 0.3
@@ -108,6 +110,17 @@ async def test_an_entry_whose_end_failed_is_ended_by_a_write_that_arrives(world:
     await world.write_cold(arrives=True)
     await world.settled()
     assert (world.hot.keys_allowed, world.books.entries) == ([KEY], {})
+
+
+async def test_nothing_is_remembered_of_a_write_that_went_on_without_a_log(world: World) -> None:
+    """The log does not answer, so a write to the cold tier goes on without an entry, and nobody knows how it ended:
+    there is nothing to leave to others, and nothing that would ever end."""
+    world.refused = {"pending add", "pending release", "pending finish"}
+    world.journeys.begin(RECORD)
+    assert await world.journeys.note(KEY, soon(), is_hot=False) is Noted.YES
+    world.journeys.end(KEY, maybe_in_cold=True)
+    await world.settled()
+    assert world.books.entries == {}
 
 
 async def test_what_the_log_did_not_hear_is_told_again(world: World) -> None:

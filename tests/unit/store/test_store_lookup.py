@@ -13,6 +13,8 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import GuardedTier
 
+pytestmark = pytest.mark.virtual_time
+
 
 class TestLookup:
     async def test_a_frozen_tier_opens_its_guard(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from store_world import LIMITS, MIB, slow_tier, soon, until
 
 from kvstore.format.manifest import pack_manifest
@@ -15,6 +16,8 @@ from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.tiers.memory import MemoryTier
+
+pytestmark = pytest.mark.virtual_time
 
 OFTEN = replace(LIMITS, manifest_look_s=0.01)
 PROMPT = Prompt(ATTENTION, "a", 64)

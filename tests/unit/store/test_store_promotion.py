@@ -14,6 +14,8 @@ from kvstore.format.record import seal
 from kvstore.model.spans import Span
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 
+pytestmark = pytest.mark.virtual_time
+
 
 class TestPromotion:
     @pytest.mark.parametrize("layout", [ATTENTION, WINDOWED, HYBRID])
@@ -81,10 +83,10 @@ class TestPromotion:
             assert store.meters.get("stages_cut", reason="stall") == 1
 
     async def test_slow_but_steady_is_no_stall(self) -> None:
-        """Records that take 100 ms each, for longer than the stall time in all, are waited for."""
+        """Records that take 110 ms each, for longer than the stall time in all, are waited for."""
         prompt, cold = Prompt(ATTENTION, "a", 512), slow_tier("s3")
         await fill(cold, prompt)
-        cold.get_s = 0.1
+        cold.get_s = 0.11
         limits = replace(LIMITS, stage_records_in_flight=2)
         async with opened(prompt, cold=cold, limits=limits) as store:
             started = asyncio.get_running_loop().time()
@@ -139,6 +141,21 @@ class TestPromotion:
             assert (await stage(store, prompt)).resume_tokens == 64
             assert await cold.inner.head([prompt.key(128)], deadline=soon()) == [None]
             assert cold.calls["quarantine"] >= 1
+
+    async def test_a_discard_leaves_what_was_put_since(self) -> None:
+        """A reader finds a leased record bad; another engine has put a good one into the cold tier since: it stays."""
+        prompt, cold = Prompt(ATTENTION, "a", 64), slow_tier("s3")
+        await fill(cold, prompt)
+        key, other = prompt.key(64), prompt.key(64, 0, 1)
+        async with opened(prompt, cold=cold) as store:
+            assert (await stage(store, prompt)).resume_tokens == 64
+            await cold.inner.delete(key, deadline=soon())
+            await cold.inner.put(prompt.record(64, seed=1), deadline=soon())
+            for bad in (key, other):
+                await store.discard(bad, "found bad by a reader", deadline=soon())
+            assert [size is None for size in await cold.inner.head([key, other], deadline=soon())] == [False, True]
+            assert key not in store._memory and other not in store._memory
+            assert (await stage(store, prompt)).resume_tokens == 0
 
     async def test_a_hit_larger_than_the_budget_is_cut_to_what_fits(self) -> None:
         """Ten pages of 200 kB, room for about three: the hit is three pages, and the rest of memory stays free."""

@@ -7,15 +7,18 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 
+import pytest
 from store_world import fill, slow_tier, soon
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.names import format_name, parse_name
+from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.reindexing import ReindexReport, reindex_level
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
@@ -27,19 +30,22 @@ from kvstore.tiers.memory import MemoryTier
 PROMPT = Prompt(ATTENTION, "a", 640)
 
 
-class Later:
-    """A minute from now: what is used in the second of a walk is not taken off."""
+class Skewed:
+    """A clock that differs from this machine's."""
+
+    def __init__(self, ahead_s: int) -> None:
+        self.ahead_s = ahead_s
 
     def monotonic_s(self) -> float:
         return time.monotonic()
 
     def wall_ms(self) -> int:
-        return int(time.time() * 1000) + 60_000
+        return int(time.time() * 1000) + self.ahead_s * 1000
 
 
 async def reindex(books: CatalogBooks, tier: Tier, *manifests: Tier) -> ReindexReport:
     """By a catalog that has been told of no namespace, as a process of its own."""
-    return await reindex_level(DictCatalog(books), tier, Level.HOT, clock=Later(), manifests=manifests)
+    return await reindex_level(DictCatalog(books), tier, Level.HOT, clock=SYSTEM_CLOCK, manifests=manifests)
 
 
 async def described() -> FaultyTier:
@@ -68,6 +74,46 @@ async def test_a_namespace_that_lost_everything_is_taken_off() -> None:
     assert report.num_records == 0
     assert report.num_stale == len(PROMPT.records())
     assert not books.entries
+
+
+class Busy(FaultyTier):
+    """Another service puts the rest of the prompt, and tells of it, once the walk has listed what was there."""
+
+    def __init__(self, books: CatalogBooks, ahead_s: int) -> None:
+        super().__init__(MemoryTier(16 << 20, name="redis"))
+        self._catalog = DictCatalog(books, clock=Skewed(ahead_s))
+
+    async def tell(self, records: Sequence[Record]) -> None:
+        await self._catalog.register(PROMPT.namespace, PROMPT.layout, "", deadline=soon())
+        for one in records:
+            added = Addition(one.key, Level.HOT, one.num_bytes, one.header.span.stop)
+            await self._catalog.add([added], deadline=soon())
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        async for entry in self.inner.scan(namespace):
+            yield entry
+        for record in PROMPT.records()[6:]:
+            await self.inner.put(record, deadline=soon())
+        await self.tell(PROMPT.records()[6:])
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 0, 3600])
+async def test_clocks_that_differ(ahead_s: int) -> None:
+    """The clock of the service that puts records goes an hour behind ours, or ahead. What it puts during the walk
+    stays in the catalog, and what is not there although it told of it just now is taken off.
+    """
+    books = CatalogBooks()
+    hot = Busy(books, ahead_s)
+    records = PROMPT.records()
+    await hot.tell(records[:6])
+    for record in records[:4]:
+        await hot.inner.put(record, deadline=soon())
+    report = await reindex(books, hot, await described())
+    assert report.num_stale == 2
+    kept = [*records[:4], *records[6:]]
+    assert books.totals[PROMPT.namespace, Level.HOT][1:] == [len(kept), sum(record.num_bytes for record in kept)]
+    entry = await hot._catalog.get(PROMPT.namespace, records[4].key.prefix, deadline=soon())
+    assert entry is None
 
 
 class Listing(MemoryTier):
@@ -102,7 +148,7 @@ async def test_memory_that_a_walk_takes() -> None:
         await tier.put_manifest(prompt.namespace, pack_manifest(prompt.description), deadline=soon())
         tracemalloc.start()
         try:
-            await reindex_level(Forgetful(CatalogBooks()), tier, Level.COLD, clock=Later())
+            await reindex_level(Forgetful(CatalogBooks()), tier, Level.COLD, clock=SYSTEM_CLOCK)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -22,6 +22,8 @@ from kvstore.store.policy_choice import AutoChoice
 from kvstore.store.retention_rules import RetentionRules
 from kvstore.testing.records import NAMESPACE
 
+pytestmark = pytest.mark.virtual_time
+
 
 class NobodysOwnership(Ownership):
     """Somebody else owns everything."""

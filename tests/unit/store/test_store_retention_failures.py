@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, World, open_world
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason
+from kvstore.catalog.base import BoundaryEntry, LeaveReason, NamespaceTotals
 from kvstore.catalog.entry import Level
-from kvstore.errors import Unavailable
-from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.catalogued import CataloguedTier
@@ -20,6 +20,8 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.room import Room
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
+
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
@@ -212,3 +214,25 @@ async def test_room_is_free_once_the_totals_tell_of_it(world: World, monkeypatch
     monkeypatch.setattr(world.catalog, "finish_leaving_all", finish)
     assert await retention.round() >= 2 * BOUNDARY_BYTES
     assert room.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
+
+
+async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog answers once with what nobody expects of it: the next round evicts all the same."""
+    path = await world.save("a", 4)
+    totals, answers = world.catalog.totals, iter([InvalidRequest("not known"), UnsupportedFormat("another shape")])
+
+    async def stumble(*, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
+        if (error := next(answers, None)) is not None:
+            raise error
+        return await totals(deadline=deadline)
+
+    monkeypatch.setattr(world.catalog, "totals", stumble)
+    retention = world.retention(budget_bytes=2 * BOUNDARY_BYTES, period_s=0.01)
+    retention.start()
+    async with asyncio.timeout(60):
+        while await world.held(path) == [3, 3, 3, 3]:
+            await asyncio.sleep(0.01)
+    await retention.aclose()
+    assert world.meters.get("retention_failures", tier=world.tier.name) == 2

@@ -18,6 +18,7 @@ from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
 
 
+@pytest.mark.virtual_time
 class TestWriteBack:
     async def test_records_reach_hot_and_cold_in_prefix_order(self) -> None:
         """Records saved in reverse are written to each tier shortest prefix first."""

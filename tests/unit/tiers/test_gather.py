@@ -8,6 +8,8 @@ import pytest
 
 from kvstore.tiers.gather import gather_all
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def test_results_in_order() -> None:
     """Results come in the order of the work, not of its end."""

@@ -15,6 +15,8 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import Breaker, GuardedTier
 
+pytestmark = pytest.mark.virtual_time
+
 
 class FailingTier(MemoryTier):
     """Memory that is unavailable, or hangs, on command."""
@@ -170,6 +172,27 @@ async def test_probes_with_growing_delay_and_closes(guard: GuardedTier, inner: F
     assert await guard.get(make_key(1), deadline=Deadline.after(5)) is None
 
 
+async def test_a_probe_that_meets_a_bug_is_not_the_last_one(
+    guard: GuardedTier, inner: FailingTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something that no tier should raise ends one probe, and not all probing: the tier is used again."""
+    head = inner.head
+
+    async def stumble(keys, *, deadline):  # type: ignore[no-untyped-def]
+        if not inner.num_heads:
+            inner.num_heads = 1
+            raise KeyError("ContentLength")
+        return await head(keys, deadline=deadline)
+
+    monkeypatch.setattr(inner, "head", stumble)
+    inner.fails = True
+    for _ in range(3):
+        await fail(guard, "out of order")
+    inner.fails = False
+    await closed_again(guard)
+    assert inner.num_heads == 2
+
+
 async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture) -> None:
     """However many calls fail, opening is one warning that carries the cause, closing one line of information."""
     caplog.set_level("INFO", logger="kvstore.tiers.wrap")
@@ -269,3 +292,20 @@ def test_bad_limits() -> None:
     """Limits that make no sense are refused."""
     with pytest.raises(InvalidRequest):
         Breaker(failures_max=0)
+
+
+async def test_a_tier_that_was_seen_to_be_away_is_left_alone_until_a_probe(
+    guard: GuardedTier, inner: FailingTier, meters: Meters, events: Events
+) -> None:
+    """Told by whoever opened it: the first caller is refused at once, with the reason, and a probe brings it back."""
+    inner.fails = True
+    guard.leave_alone("nobody listens there: start it")
+    guard.leave_alone("told twice")
+    assert guard.is_open and meters.get("tier_open", tier="failing") == 1
+    assert [event.kind for event in events.after(0)] == [EventKind.TIER_DOWN]
+    await fail(guard, "left alone.*nobody listens there: start it")
+    with pytest.raises(Unavailable, match="nobody listens"):
+        await guard.usage(deadline=Deadline.after(5))
+    inner.fails = False
+    await closed_again(guard)
+    assert (await guard.usage(deadline=Deadline.after(5))).num_records == 0

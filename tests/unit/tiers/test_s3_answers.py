@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -104,6 +104,21 @@ async def test_credentials_that_may_not_remove() -> None:
     assert [request.split(b" ", 2)[0] for request in requests].count(b"POST") == 2
 
 
+@pytest.mark.parametrize("refused", ["copy", "removal"])
+@pytest.mark.parametrize("code", ["NotImplemented", "InvalidArgument"])
+async def test_an_endpoint_without_conditions(refused: str, code: str) -> None:
+    """It refuses a copy or a removal of what was seen alone: a damaged record is put aside all the same."""
+    found = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 9\r\nConnection: close\r\n\r\n'
+    result = b"<CopyObjectResult><ETag>1</ETag></CopyObjectResult>"
+    fields = f"Content-Type: application/xml\r\nContent-Length: {len(result)}\r\nConnection: close"
+    copied = f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n".encode() + result
+    refusal = error_answer("501 Not Implemented", code)
+    answers = [found, refusal, copied, OK] if refused == "copy" else [found, copied, refusal, copied, OK]
+    async with tier_that_hears(*answers) as (tier, requests):
+        assert await tier.quarantine(make_key(1), "a test", deadline=Deadline.after(30)) is True
+    assert [b"-match" in request.lower() for request in requests] == [False] + (len(answers) - 3) * [True] + 2 * [False]
+
+
 async def test_conflict_is_asked_again() -> None:
     """409 while another put is under way: asked again, and told that the other one won."""
     conflict = error_answer("409 Conflict", "ConditionalRequestConflict")
@@ -133,16 +148,18 @@ async def test_body_that_breaks_off() -> None:
 async def test_absurd_size_is_refused_before_allocating() -> None:
     """An object that no record can be is a miss, and no memory is asked for, whatever size it announces."""
     absurd = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\nConnection: close\r\n\r\n"
-    gone_since = error_answer("404 Not Found", "NoSuchKey")  # to the copy that the quarantine asks for
+    still = absurd.replace(b"Connection", b'ETag: "1"\r\nConnection')  # to both looks before the quarantine's copy
+    gone_since = error_answer("404 Not Found", "NoSuchKey")
     sizes: list[int] = []
 
     def allocate(num_bytes: int) -> memoryview:
         sizes.append(num_bytes)
         return memoryview(bytearray(num_bytes))
 
-    async with tier_that_hears(absurd, gone_since) as (tier, requests):
+    async with tier_that_hears(absurd, still, still, gone_since) as (tier, requests):
         assert await tier.get(make_key(1), deadline=Deadline.after(30), allocate=allocate) is None
-    assert requests[1].startswith(b"PUT /pages/quarantine/")
+    assert requests[3].startswith(b"PUT /pages/quarantine/")
+    assert b'x-amz-copy-source-if-match: "1"' in requests[3].lower()
     assert sizes == []
 
 
@@ -151,3 +168,26 @@ async def test_not_s3() -> None:
     async with tier_that_hears(b"+PONG\r\n") as (tier, _):
         with pytest.raises(Unavailable):
             await tier.head([make_key(1)], deadline=Deadline.after(30))
+
+
+async def scanned(tier: S3Tier) -> None:
+    async for _ in tier.scan():
+        raise AssertionError("nothing was listed")
+
+
+CALLS: dict[str, Callable[[S3Tier], Awaitable[object]]] = {
+    "head": lambda tier: tier.head([make_key(1)], deadline=Deadline.after(30)),
+    "get": lambda tier: tier.get(make_key(1), deadline=Deadline.after(30)),
+    "delete_all": lambda tier: tier.delete_all([make_key(1)], deadline=Deadline.after(30)),
+    "scan": scanned,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed", "404 Not Found"])
+async def test_answers_to_a_conditional_put_given_to_others(call: str, status: str) -> None:
+    """409, 412 or 404 where S3 has no reason for it: unavailable, or a miss, and no exception of ours that nobody
+    outside of the package knows."""
+    async with tier_that_hears(error_answer(status, status[:3])) as (tier, _):
+        with suppress(Unavailable):
+            assert await CALLS[call](tier) is None

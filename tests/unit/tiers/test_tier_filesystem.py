@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ async def open_tier(root: Path, num_records: int = 100, **options: object) -> Fi
     return await FilesystemTier.open(root, budget_bytes=num_records * COST, **options)
 
 
-async def filled(root: Path, num_records: int) -> FilesystemTier:
-    tier = await open_tier(root)
-    for number in range(num_records):
+async def filled(root: Path, count: int, num_records: int = 100) -> FilesystemTier:
+    tier = await open_tier(root, num_records)
+    for number in range(count):
         assert await tier.put(make_record(number, PAYLOAD_BYTES), deadline=soon()) is PutOutcome.STORED
     return tier
 
@@ -185,6 +186,44 @@ async def test_slow_disk_costs_the_deadline(tmp_path: Path, monkeypatch: pytest.
     while len(await numbers_in(tier, 257)) < 256:
         assert not give_up.expired
         await asyncio.sleep(0.02)
+    await tier.aclose()
+
+
+REMOVALS: dict[str, tuple[str, Callable[[FilesystemTier], Awaitable[object]]]] = {
+    "delete": ("remove", lambda tier: tier.delete(make_key(0), deadline=soon())),
+    "delete_all": ("remove_all", lambda tier: tier.delete_all([make_key(0)], deadline=soon())),
+    "quarantine": ("quarantine", lambda tier: tier.quarantine(make_key(0), "a test", deadline=soon())),
+    "for another one": ("remove", lambda tier: tier.put(make_record(9, PAYLOAD_BYTES), deadline=soon())),
+}
+
+
+@pytest.mark.parametrize("how", REMOVALS)
+async def test_a_record_that_comes_again_while_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A disk is slow to remove a file, and the same record is put meanwhile, as by an engine that lookups told of it no
+    more: it is stored anew, and not taken for the one that leaves."""
+    tier = await filled(tmp_path, 2, num_records=2)
+    record = make_record(0, PAYLOAD_BYTES)
+    method, remove = REMOVALS[how]
+    began, hold, slow = threading.Event(), threading.Event(), getattr(tier._files, method)
+
+    def slowly(*args: object) -> object:
+        began.set()
+        hold.wait(20)
+        return slow(*args)
+
+    monkeypatch.setattr(tier._files, method, slowly)
+    removal = asyncio.ensure_future(remove(tier))
+    assert await asyncio.to_thread(began.wait, 20)
+    monkeypatch.undo()
+    put = asyncio.ensure_future(tier.put(record, deadline=soon()))
+    await asyncio.wait({put}, timeout=0.1)
+    hold.set()
+    await removal
+    assert await put is PutOutcome.STORED
+    stored = await tier.get(record.key, deadline=soon())
+    assert stored is not None and stored.data == record.data
     await tier.aclose()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.tiers.s3.url import S3Url
+from kvstore.tiers.locations import S3Location, parse_cold
 
 
 def test_s3_url() -> None:
     """Bucket, prefix and options."""
-    assert S3Url.parse("s3://pages") == S3Url("pages")
+    assert parse_cold("s3://pages") == S3Location("pages")
     url = "s3://pages/a/b/?endpoint_url=http://127.0.0.1:7480&region=eu-west-1"
-    assert S3Url.parse(url) == S3Url("pages", "a/b", "http://127.0.0.1:7480", "eu-west-1")
+    assert parse_cold(url) == S3Location("pages", "a/b", "http://127.0.0.1:7480", "eu-west-1")
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_s3_url() -> None:
 def test_bad_s3_url(url: str) -> None:
     """A malformed url, an unknown option, or credentials in it are refused and not repeated."""
     with pytest.raises(InvalidRequest) as caught:
-        S3Url.parse(url)
+        parse_cold(url)
     assert "hunter2" not in str(caught.value)

@@ -3,7 +3,8 @@
 import { badge, bytes, count, facts, h, short, sum, table } from "./dom.js";
 
 const KINDS = { deletion: "deletion", gc: "garbage collection", verify: "verification", reindex: "reindex", drain: "drain" };
-const STATES = { running: ["running", ""], done: ["done", "good"], failed: ["failed", "bad"], cancelled: ["cancelled", "warn"] };
+const STATES = { running: ["running", ""], done: ["done", "good"], failed: ["failed", "bad"], cancelled: ["cancelled", "warn"],
+  interrupted: ["interrupted by a restart", "warn"] };
 const GARBAGE = { retired: "of retired weights", incomplete: "incomplete", unfinished: "half deleted", orphans: "unknown to the catalog" };
 
 export const isRunning = ({ state }) => state === "running";
@@ -35,7 +36,7 @@ export const amounts = (gone) => {
 };
 
 export function resultOf(job) {
-  if (job.error) return job.error;
+  if (job.error) return job.again ? `${job.error}; start it again: ${job.again}` : job.error;
   const { kind, report, is_dry_run: isDry } = job;
   if (kind === "deletion" || kind === "gc") {
     const words = amounts(goneOf(job));

@@ -1,0 +1,28 @@
+"""Parses sizes in bytes as people write them: one grammar for the service and the connector."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["parse_bytes"]
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(value: object) -> int:
+    """Parse a size in bytes: a whole number, or text like `8GiB`, `500 MB`, `1.5TiB`.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    unit = next((size for name, size in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None or ("." in match[1] and unit == 1):
+        raise ValueError("expected bytes, like 8GiB, 500MB or 1048576")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

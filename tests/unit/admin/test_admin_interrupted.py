@@ -1,0 +1,214 @@
+"""Jobs beyond the service that runs them: cut short by a restart or a crash, they are told with what starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvstore.catalog.books import JOBS, FileBook
+from kvstore.cli.main import main
+from kvstore.service.admin.job import Job, JobKind, JobState
+from kvstore.service.admin.job_keeper import JobKeeper, again_of
+from kvstore.testing.servers.ports import free_ports
+from tests.unit.admin.admin_world import ended, prompt_of, world
+
+START_S = 60
+HOME = "here unix:/s"
+
+
+class HandClock:
+    """Time that stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_700_000_000
+
+    def monotonic_s(self) -> float:
+        return 0.0
+
+    def wall_ms(self) -> int:
+        return 1000 * self.now_s
+
+
+class SharedJobs(FileBook):
+    """As if others wrote to it too."""
+
+    is_shared = True
+
+
+def job_of(number: int, kind: JobKind = JobKind.GC, *, tenant: str | None = None, **about: str) -> Job:
+    return Job(f"{number:016x}", kind, tenant, about, False, 1_700_000_000 + number)
+
+
+async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To its own tenant and the operators, until it is dismissed; the report of one that ended is not among them."""
+    began = asyncio.Event()
+
+    async def hang(*_: object, **__: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async with world(tmp_path) as made:
+        prompt = await made.save(prompt_of("a"))
+        async with made.client("red") as client:
+            assert (await ended(client, await client.post("/v1/gc")))["state"] == "done"
+            with monkeypatch.context() as patched:
+                patched.setattr(made.store.operations, "delete", hang)
+                body = {"namespace": prompt.namespace.hex()}
+                job = (await client.post("/v1/deletions?confirm=true", json=body)).json()
+                await began.wait()
+                assert job["again"] is None
+    async with (
+        world(tmp_path) as made,
+        made.client("red") as client,
+        made.client("blue") as blue,
+        made.client("operator") as operator,
+    ):
+        [told] = (await client.get("/v1/jobs")).json()["jobs"]
+        assert (told["job"], told["state"], told["kind"]) == (job["job"], "interrupted", "deletion")
+        assert told["created_s"] == job["created_s"] and told["about"] == job["about"]
+        assert "the same kvstore rm as before" in told["again"] and told["error"]
+        assert (await operator.get(f"/v1/jobs/{job['job']}")).json() == told
+        assert (await blue.get("/v1/jobs")).json()["jobs"] == []
+        assert (await blue.delete(f"/v1/jobs/{job['job']}")).status_code == 404
+        assert (await client.delete(f"/v1/jobs/{job['job']}")).json() == told
+        assert (await client.get("/v1/jobs")).json()["jobs"] == []
+        assert (await client.get(f"/v1/jobs/{job['job']}")).status_code == 404
+
+
+@contextmanager
+def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A service process over the directory of `world`, when it is ready; killed at the end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+        place = folder / "notify"
+        place.unlink(missing_ok=True)
+        ready.bind(str(place))
+        ready.settimeout(START_S)
+        flags = ["--listen", f"unix:{folder}/served", "--admin-listen", f"127.0.0.1:{port}"]
+        flags += ["--cold", f"file://{folder}/records", "--memory-bytes", "16MiB", "--disk-bytes", "256MiB"]
+        command = [sys.executable, "-m", "kvstore.cli", "serve", *flags]
+        service = subprocess.Popen(command, env={**os.environ, "NOTIFY_SOCKET": str(place)}, stderr=subprocess.DEVNULL)
+        try:
+            assert ready.recv(4096).startswith(b"READY=1")
+            yield service
+        finally:
+            service.kill()
+            service.wait()
+
+
+async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL in the middle of a verification: the next service and `kvstore jobs` tell of it; done again it goes."""
+    async with world(tmp_path) as made:
+        await made.save(prompt_of("a"))
+    [port], book = free_ports(1), tmp_path / "records/jobs.json"
+    url = f"http://127.0.0.1:{port}"
+    with served(tmp_path, port):
+        job = httpx.post(f"{url}/v1/tiers/cold/verify?bytes_per_s=1", timeout=START_S).json()
+        while not book.exists() or job["job"] not in book.read_text():
+            await asyncio.sleep(0.01)
+        assert httpx.get(f"{url}/v1/jobs/{job['job']}", timeout=START_S).json()["state"] == "running"
+
+    def said(*arguments: str) -> str:
+        assert main(["jobs", *arguments, "--admin-url", url]) == 0
+        return capsys.readouterr().out
+
+    with served(tmp_path, port):
+        out = said()
+        assert job["job"] in out and "interrupted" in out and "verify cold" in out
+        assert f"{job['job']} was interrupted; to start it again: POST /v1/tiers/cold/verify" in out
+        shown = said(job["job"])
+        assert "to start it again" in shown and "its service ended before it" in shown
+        started = httpx.post(f"{url}/v1/tiers/cold/verify", timeout=START_S)
+        async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
+            again = await ended(client, started)
+            assert again["state"] == "done"
+            while book.read_text() != "{}":
+                await asyncio.sleep(0.01)
+        listed: list[dict[str, Any]] = json.loads(said("--json"))["jobs"]
+        assert [(one["job"], one["state"]) for one in listed] == [(again["job"], "done")]
+        assert main(["jobs", "--cancel", "--admin-url", url]) == 2
+        assert "name its id" in capsys.readouterr().err
+
+
+async def test_whose_service_is_gone(tmp_path: Path) -> None:
+    """In a shared book: at once what the same place left, after a minute what another one does not write any more,
+    never what runs here or there; after a week it is forgotten.
+    """
+    clock = HandClock()
+    book = SharedJobs(tmp_path, JOBS)
+    here, there = JobKeeper(book, HOME, clock), JobKeeper(book, "there unix:/s", clock)
+    mine, theirs = job_of(1, tenant="red"), job_of(2)
+    mine.done, mine.total, mine.unit, mine.who = 5, 9, "boundaries", "red/12345678"
+    await here.write(mine)
+    await there.write(theirs)
+    assert await here.interrupted({mine.id}) == []
+    [left] = await here.interrupted(())
+    assert (left.id, left.state, left.ended_s) == (mine.id, JobState.INTERRUPTED, clock.now_s)
+    assert (left.done, left.total, left.unit, left.who, left.tenant) == (5, 9, "boundaries", "red/12345678", "red")
+    clock.now_s += 61
+    await here.write(mine)
+    assert [job.id for job in await here.interrupted({mine.id})] == [theirs.id]
+    assert [job.id for job in await here.interrupted(())] == [theirs.id, mine.id]
+    clock.now_s += 8 * 86_400
+    assert await here.interrupted(()) == [] and (tmp_path / "jobs.json").read_text() == "{}"
+
+
+async def test_one_that_is_done_makes_up_for_those_of_the_same_aim(tmp_path: Path) -> None:
+    """And for no other's: another tier, another tenant. One that failed makes up for none."""
+    keeper = JobKeeper(FileBook(tmp_path, JOBS), HOME, HandClock())
+    kept = [job_of(2, JobKind.DRAIN, tier="hot"), job_of(3, JobKind.DRAIN, tenant="red", tier="cold")]
+    for job in (job_of(1, JobKind.DRAIN, tier="cold"), *kept):
+        await keeper.write(job)
+    ending = job_of(4, JobKind.DRAIN, tier="cold")
+    for state, num_left in ((JobState.FAILED, 3), (JobState.DONE, 2)):
+        ending.state = state
+        await keeper.write(ending)
+        await keeper.ended(ending)
+        assert len(await keeper.interrupted(())) == num_left
+    assert {job.id for job in await keeper.interrupted(())} == {job.id for job in kept}
+
+
+async def test_a_book_that_does_not_answer_costs_no_job_anything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once. What a later release has written there is passed over."""
+    (tmp_path / "jobs.json").write_text('{"a": "{", "b": "[]", "c": "{\\"kind\\": \\"unheard\\"}"}')
+    assert await JobKeeper(FileBook(tmp_path, JOBS), HOME).interrupted(()) == []
+    (tmp_path / "jobs.json").write_text("{")
+    keeper = JobKeeper(FileBook(tmp_path, JOBS), HOME)
+    job = job_of(1)
+    await keeper.write(job)
+    await keeper.ended(job)
+    assert await keeper.interrupted(()) == []
+    assert [record.message for record in caplog.records if "not remembered" in record.message] == [
+        "jobs are not remembered beyond a restart: the jobs cannot be read: repair or delete the file "
+        f"path={tmp_path}/jobs.json"
+    ]
+
+
+def test_what_starts_it_again_is_never_more_than_it_was() -> None:
+    """A dry run stays one; a deletion's salt or age is not remembered, so that no command is told without it."""
+    told = {}
+    for kind in JobKind:
+        job = job_of(1, kind, tier="cold", namespace="0" * 32)
+        assert again_of(job) is None
+        job.state = JobState.INTERRUPTED
+        told[kind] = again_of(job) or ""
+        assert told[kind]
+    assert told[JobKind.GC] == "kvstore gc --yes" and told[JobKind.DRAIN] == "POST /v1/tiers/cold/drain"
+    assert "0" * 32 not in told[JobKind.DELETION]
+    trial = job_of(2)
+    trial.is_dry_run, trial.state = True, JobState.INTERRUPTED
+    assert again_of(trial) == "kvstore gc"

@@ -1,0 +1,229 @@
+"""`kvstore status` for people: whether it works first, with the next step; then what is asked next. Nothing is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvstore.api import Outcome
+from kvstore.cli.status_findings import findings, part_of
+from kvstore.cli.status_page import page_of
+from kvstore.service.recent import WINDOW_S, Recent
+from tests.unit.admin.admin_world import World, prompt_of, world
+from tests.unit.cli.test_cli_admin import Run, run
+
+__all__ = ["run"]
+
+MIB, GIB = 1 << 20, 1 << 30
+NAME = "unix:/run/kvstore/kvstore.sock"
+
+
+def healthy() -> dict[str, Any]:
+    """What a service with Redis and S3 answers when all is well."""
+    return {
+        "version": "0.1.0",
+        "tiers": {
+            "memory": {"healthy": True, "num_records": 1234, "used_bytes": GIB, "limit_bytes": 2 * GIB},
+            "redis": {"healthy": True, "num_records": None, "used_bytes": 3 * GIB, "limit_bytes": None},
+            "s3": {"healthy": True, "num_records": None, "used_bytes": None, "limit_bytes": None},
+        },
+        "namespaces": 2,
+        "leases": {"active": 3, "expired": 0, "pinned_bytes": 256 * MIB},
+        "write_back": {
+            "redis": {"records": 0, "bytes": 0, "failing": False, "paused": False},
+            "s3": {"records": 12, "bytes": 24 * MIB, "failing": False, "paused": False},
+        },
+        "counters": {
+            'requests{reason="",result="hit"}': 700.0,
+            'requests{reason="never_stored",result="miss"}': 300.0,
+            'request_tokens{part="prompt"}': 1e6,
+            'request_tokens{part="resumed"}': 6e5,
+            'request_tokens{part="local"}': 5e4,
+            "catalog_complete": 1,
+            "pending_records": 40,
+            "pending_bytes": 90 * MIB,
+            "pending_limit_bytes": 8 * GIB,
+        },
+        "recent": {
+            "window_s": 300,
+            "requests": {"hit": 60, "part": 2, "miss": 18, "local": 0},
+            "tokens": {"prompt": 80_000, "resumed": 51_200, "local": 0},
+            "reasons": {"never_stored": 17, "evicted": 1},
+        },
+        "service": {"uptime_s": 273_600.0, "sessions_of_engines": 6, "receive_bytes_used": 0}
+        | {"engines": ["vllm llama, pid 17", "vllm [x], pid 18"]},
+    }
+
+
+def printed(values: dict[str, Any], width: int = 160) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(page_of(NAME, values), highlight=False)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_a_healthy_service_says_so_first() -> None:
+    """The page answers in the order in which one asks."""
+    assert printed(healthy()) == [
+        f"kvstore 0.1.0 at {NAME}, up 3 d 4 h",
+        "",
+        "working     yes",
+        "hits        last 5 minutes: 64% of 80,000 prompt tokens came from here; 62 of 80 requests resumed",
+        "              why no further: never_stored 17, evicted 1 (kvstore explain has each request)",
+        "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from engines' own caches; 700 "
+        "of 1,000 requests resumed",
+        "tiers       memory: works, holds 1.0 GiB in 1,234 records, 50% of 2.0 GiB",
+        "            redis: works, holds 3.0 GiB, without a bound of ours",
+        "            s3: works, what it holds is not counted here (kvstore top)",
+        "write-back  12 records (24.0 MiB) wait here for s3",
+        "            of all services 40 records (90.0 MiB, at most 8.0 GiB) are hot and not yet cold",
+        "engines     6 connections; 2 namespaces opened since its start",
+        "            vllm llama, pid 17",
+        "            vllm [x], pid 18",
+        "memory      1.0 GiB of 2.0 GiB hold pages (50%), of these 256.0 MiB are leased to engines",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120, 240])
+def test_nothing_is_cut_at_any_width(width: int) -> None:
+    """Every word is there, long names too, and no line is wider than the terminal."""
+    values = healthy()
+    values["tiers"]["s3"] = {"healthy": False, "reason": "timed out: https://" + "s3." * 40 + "example/bucket"}
+    lines = printed(values, width)
+    assert max(map(len, lines)) <= width
+
+    def squeezed(told: list[str]) -> str:
+        return "".join("".join(told).split())
+
+    assert squeezed(lines) == squeezed(printed(values, 2000))
+
+
+def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
+    def apply(values: dict[str, Any]) -> None:
+        for name in path[:-1]:
+            values = values[name]
+        values[path[-1]] = to
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("broken", "what", "step"),
+    [
+        (change("tiers", "s3", to={"healthy": False, "reason": "refused"}), "s3 does not answer (refused)", "doctor"),
+        (
+            change("tiers", "s3", to={"healthy": False, "reason": "left alone tier=s3 reason=no bucket"}),
+            "s3 does not answer (no bucket)",
+            "doctor",
+        ),
+        (change("counters", 'tier_open{tier="redis"}', to=1), "redis failed and is left alone", "doctor"),
+        (change("write_back", "s3", "failing", to=True), "writes to s3 fail", "doctor"),
+        (change("write_back", "s3", "paused", to=True), "the write-back to s3 is paused", "resume"),
+        (change("counters", "pending_bytes", to=7 * GIB), "7.0 GiB of at most 8.0 GiB wait", "pending_bytes"),
+        (change("counters", "pending_bytes", to=9 * GIB), "new records are not written to the hot", "pending_bytes"),
+        (change("counters", "catalog_complete", to=0), "the catalog may lack records", "kvstore reindex"),
+        (change("leases", "pinned_bytes", to=2 * GIB), "engines hold 100% of the memory", "memory_bytes"),
+        (change("recent", "reasons", to={"stall": 20}), "20 of the last 80 requests found no answer", "explain"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_the_next_step(
+    broken: Callable[[dict[str, Any]], None], what: str, step: str
+) -> None:
+    """On the line that says that it works in part; and nowhere when it is as it should be."""
+    assert findings(healthy()) == []
+    values = healthy()
+    broken(values)
+    [found] = findings(values)
+    assert found.is_now and what in found.what and step in found.step
+    [line] = [line for line in printed(values, 400) if line.startswith("working")]
+    assert line == f"working     in part: {found.what}. Next: {found.step}"
+
+
+def test_several_wrong_things_are_a_line_each() -> None:
+    """Those that are so now before those that happened since the start, which take nothing from `yes`."""
+    values = healthy()
+    values["counters"] |= {'corrupt_records{reason="payload",tier="s3"}': 2.0, 'saves{outcome="full"}': 5.0}
+    values["counters"] |= {'corrupt_records{reason="header",tier="s3"}': 1.0}
+    lines = printed(values, 400)
+    assert lines[2] == "working     yes"
+    assert "3 damaged records were found in s3; none was served. Next: kvstore verify" in lines[3]
+    assert "5 saves were turned away: there was no room." in lines[4]
+    values["tiers"]["s3"] = {"healthy": False, "reason": "away"}
+    values["counters"]["catalog_complete"] = 0
+    lines = printed(values, 400)
+    assert lines[2] == "working     in part, 2 things are wrong:"
+    assert "- s3 does not answer" in lines[3] and "- the catalog" in lines[4] and "since its start" in lines[5]
+
+
+def test_a_service_of_the_release_before_is_shown_as_far_as_it_tells() -> None:
+    """It knows nothing of the last minutes, nor whose connections it has."""
+    values = healthy()
+    del values["recent"], values["service"]["sessions_of_engines"]
+    lines = printed(values)
+    assert not any("minutes" in line for line in lines)
+    assert "engines     2 namespaces opened since its start" in lines
+
+
+@pytest.mark.parametrize(
+    ("amount", "whole", "told"), [(0, 5, "0%"), (1, 10_000, "1%"), (9_999, 10_000, "99%"), (5, 5, "100%"), (1, 0, "-")]
+)
+def test_a_share_is_none_or_all_only_where_it_is(amount: int, whole: int, told: str) -> None:
+    """A single miss in ten thousand is seen."""
+    assert part_of(amount, whole) == told
+
+
+class HandClock:
+    """Time that stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return int(self.now_s * 1000)
+
+
+def test_recent_requests_are_forgotten_after_the_window() -> None:
+    """What is counted over them is what the meters count; a reason of a newer engine adds no name."""
+    clock = HandClock()
+    recent = Recent(clock)
+    recent.count(Outcome("a", None, 100, 96, 16, 96))
+    clock.now_s += WINDOW_S - 10
+    recent.count(Outcome("b", None, 50, 48, 0, 0, "a word of the future"))
+    told = recent.told()
+    assert told["requests"] == {"hit": 1, "part": 0, "miss": 1, "local": 0}
+    assert told["tokens"] == {"prompt": 150, "resumed": 80, "local": 16} and told["reasons"] == {"other": 1}
+    clock.now_s += 10
+    assert recent.told()["tokens"] == {"prompt": 50, "resumed": 0, "local": 0}
+    clock.now_s += 10 * WINDOW_S
+    assert recent.told()["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0)
+
+
+@pytest.fixture
+async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    async with world(tmp_path) as opened:
+        monkeypatch.setenv("KVSTORE_LISTEN", f"unix:{tmp_path / 'socket'}")
+        monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
+        yield opened
+
+
+async def test_a_real_service_is_shown(made: World, run: Run) -> None:
+    """The page, with --all every value behind it, with --json the fields that it always had."""
+    await made.save(prompt_of("a"))
+    status, out, err = await run("status")
+    assert (status, err) == (0, "")
+    titles = [line.split()[0] for line in out.splitlines() if line[:1].strip()]
+    assert titles == ["kvstore", "working", "hits", "tiers", "write-back", "engines", "memory"]
+    assert "working     yes" in out and "filesystem: works, holds" in out and "all values" not in out
+    status, out, _ = await run("status", "--all")
+    assert status == 0 and "working     yes" in out and "service.receive_bytes_limit" in out
+    values = json.loads((await run("status", "--json"))[1])
+    assert values.keys() >= {"version", "tiers", "namespaces", "leases", "write_back", "counters", "service", "recent"}
+    assert values["recent"]["requests"]["hit"] == 0

@@ -1,0 +1,149 @@
+"""Many namespaces, as of an engine whose weights change all the time: none is refused for those that nobody uses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import Ack, Deadline, SaveOutcome
+from kvstore.client import RemoteStore, connect
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.service.server import Server
+from kvstore.store.limits import StoreLimits
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.memory import MemoryTier
+from kvstore.wire.address import parse_address
+from kvstore.wire.failures import error_of
+
+OPEN_MAX = 3
+
+
+def soon() -> Deadline:
+    return Deadline.after(60)
+
+
+class Clock:
+    """Runs as the system's does, and leaps when it is told to."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
+
+    def wall_ms(self) -> int:
+        return SYSTEM_CLOCK.wall_ms()
+
+
+class Store(TieredStore):
+    """Notes what is opened."""
+
+    def __init__(self, clock: Clock) -> None:
+        limits = replace(StoreLimits(), stage_bytes=1 << 20, namespaces_max=OPEN_MAX)
+        super().__init__(MemoryTier(2 << 20), limits=limits, clock=clock)
+        self.num_opened = 0
+
+    async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
+        self.num_opened += 1
+        return await super().open_namespace(description, deadline=deadline)
+
+
+class Node:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.store = Store(self.clock)
+        self.server = Server(self.store)
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node()
+    await node.server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    yield node
+    await node.server.aclose()
+    await node.store.aclose()
+
+
+@pytest.fixture
+async def client(node: Node) -> AsyncIterator[RemoteStore]:
+    client = connect(str(node.server.addresses[0]))
+    await client.wait_ready(deadline=soon())
+    yield client
+    await client.aclose()
+
+
+def prompt_of(weights: int) -> Prompt:
+    return Prompt(ATTENTION, "weights that change", 64, weights_id=str(weights))
+
+
+async def test_a_new_namespace_closes_one_that_nobody_uses(node: Node, client: RemoteStore) -> None:
+    """All are open that may be: one more is refused while they are in use, later it takes the place of the one that was
+    not used for longest. Whoever uses that one again opens it by doing so."""
+    prompts = [prompt_of(weights) for weights in range(OPEN_MAX + 1)]
+    for prompt in prompts[:-1]:
+        await client.open_namespace(prompt.description, deadline=soon())
+    with pytest.raises(Unavailable, match="in use"):
+        await client.open_namespace(prompts[-1].description, deadline=soon())
+    node.clock.ahead_s = 1000.0
+    await client.lookup(prompts[0].query(), deadline=soon())
+    await client.open_namespace(prompts[-1].description, deadline=soon())
+    assert set(node.store._namespaces) == {prompts[index].namespace for index in (0, 2, 3)}
+    node.clock.ahead_s = 2000.0
+    assert await client.save(prompts[1].records()[0], deadline=soon()) is SaveOutcome.STORED
+    node.clock.ahead_s = 3000.0
+    await client.lookup(prompts[2].query(), deadline=soon())
+    await client.stage(prompts[2].query(), deadline=soon())
+    unknown = prompt_of(77)
+    with pytest.raises(InvalidRequest, match="not opened"):
+        await client.lookup(unknown.query(), deadline=soon())
+
+
+async def test_an_invalid_request_opens_nothing(node: Node, client: RemoteStore) -> None:
+    """A save asks for what this service does not have: no namespace is at fault, and none is opened again."""
+    prompt = prompt_of(1)
+    await client.open_namespace(prompt.description, deadline=soon())
+    with pytest.raises(InvalidRequest, match="needs a cold tier"):
+        await client.save(prompt.records()[0], ack=Ack.COLD, deadline=soon())
+    assert node.store.num_opened == 1
+
+
+async def test_a_service_of_the_release_before(
+    node: Node, client: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has closed a namespace, and has no word for that: the client opens it after any invalid request."""
+    monkeypatch.setattr("kvstore.service.session.error_of", lambda *about: replace(error_of(*about), code=""))
+    for connection in client._pool._slots:
+        assert connection is not None
+        connection.welcome = replace(connection.welcome, codes=False)
+    prompt = prompt_of(1)
+    await client.open_namespace(prompt.description, deadline=soon())
+    node.server._answers._tenants.clear()
+    await client.lookup(prompt.query(), deadline=soon())
+    assert node.store.num_opened == 2
+
+
+async def test_an_engine_that_had_many_namespaces_connects_again(
+    node: Node, client: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine has used more namespaces than a service has open, and its connection ends: it opens again the last ones
+    that it used, those that are refused are no hindrance, and goes on."""
+    monkeypatch.setattr("kvstore.client.remote._NAMESPACES_MAX", 5)
+    for weights in range(20):
+        node.clock.ahead_s += 1000.0
+        await client.open_namespace(prompt_of(weights).description, deadline=soon())
+    assert node.store.num_opened == 20
+    for connection in list(client._pool._slots):
+        assert connection is not None
+        connection.close()
+        await connection.closed.wait()
+    await client.wait_ready(deadline=soon())
+    assert node.store.num_opened == 25
+    node.clock.ahead_s += 1000.0
+    await client.lookup(prompt_of(19).query(), deadline=soon())

@@ -1,0 +1,191 @@
+"""Errors that should never be: each costs the page, load or request it is about, and holds up nothing else for ever."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from connector.connector import KVStoreConnector
+from connector.jobs import AuditJob, AuditJobs, LoadPiece, StepJobs
+from connector.scheduler.side import StepFacts
+from connector.worker.staging import RecordMemory
+from tests.unit.connector.rank_world import SOURCE, Make, Rank
+from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.support import eventually
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as made:
+        yield made
+
+
+def raising(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+def stops(jobs: StepJobs) -> list[int]:
+    return [job.stop_tokens for job in jobs.saves]
+
+
+def test_a_request_that_cannot_be_planned_holds_up_nobody(at: World) -> None:
+    """However long it runs: its own saves end with its error, loads and saves of others reach the ranks."""
+    at.keep("h", 70)
+    at.new("h", 70)
+    at.side.on_allocated("h", [[1, 2, 3, 4, 5]], at.ask("h"))
+    at.new("bad", 640)
+    at.new("good", 64)
+    at.hashed("bad", "good")
+    table = {"good": [range(1, 5)]}
+    with pytest.raises(KeyError):
+        at.side.plan_step(StepFacts({"bad": 64}, table))
+    jobs = at.side.plan_step(StepFacts({"bad": 128, "good": 64}, table))
+    assert [job.request_id for job in jobs.loads] == ["h"]
+    assert stops(jobs) == [64]
+    assert at.side.plan_step(StepFacts({"bad": 192}, table)).saves == ()
+    at.finished("h")
+
+
+def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: a page of a request that ended, whose blocks are pinned, goes out with the next step."""
+    pinned: list[int] = []
+    with world(tmp_path, audit_rate=1.0) as at:
+        at.side.bind_pins(SimpleNamespace(pin=pinned.extend, unpin=lambda _: pinned.clear()))
+        at.new("a", 64)
+        at.hashed("a")
+        at.side.on_finished("a", 64, [range(1, 5)])
+        assert pinned == [1, 2, 3, 4]
+        assert at.side._audits is not None
+        monkeypatch.setattr(at.side._audits, "plan_step", raising)
+        with pytest.raises(ZeroDivisionError):
+            at.step()
+        (job,) = at.step().saves
+        at.ranks_done(job.job_id)
+        assert not pinned and not at.side.has_pending_saves
+
+
+@pytest.mark.parametrize("where", ["_lookups._outcomes.hit", "_timing.on_load_ordered", "_lookups.admitted"])
+def test_an_error_in_an_admission(at: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """vLLM waits for the load from here on: the ranks are told to report it as failed, and it is asked for no more."""
+    connector = KVStoreConnector.__new__(KVStoreConnector)
+    connector.guarded_errors = 0
+    connector.scheduler_side = at.side
+    at.keep("a", 170)
+    at.new("a", 170)
+    hit = at.ask("a")
+    *path, name = where.split(".")
+    monkeypatch.setattr(reduce(getattr, path, at.side), name, raising)
+    blocks = SimpleNamespace(get_block_ids=lambda: [list(range(1, 13))])
+    connector.update_state_after_alloc(SimpleNamespace(request_id="a"), blocks, hit)
+    assert connector.guarded_errors == 1
+    (job,) = at.step().loads
+    assert (job.request_id, job.pieces) == ("a", None)
+    at.finished("a", failed=True)
+    assert at.ask("a") == 0
+    at.side.on_finished("a")
+    at.no_leases()
+
+
+def test_an_error_at_the_end_of_a_request(at: World) -> None:
+    """Blocks that cannot be found: no room is lost, no block stays pinned, and its fetch ends with it."""
+    at.side.bind_pins(SimpleNamespace(pin=raising, unpin=raising))
+    at.keep("a", 128)
+    at.new("a", 170)
+    at.hashed("a")
+    at.keep("a", 170)
+    at.state("a").lookup = None
+    assert at.ask("a") == 160
+    at.state("a").present.clear()
+    with pytest.raises(ZeroDivisionError):
+        at.side.on_finished("a", 170, [range(1, 12)])
+    assert not at.side.has_pending_saves
+    at.no_leases()
+
+
+def test_a_reset_that_fails_says_so() -> None:
+    """The engine may still be bound to its old weights, and whoever updates them has to know."""
+    connector = KVStoreConnector.__new__(KVStoreConnector)
+    connector.guarded_errors = 0
+    connector._pins = None
+    connector.scheduler_side = SimpleNamespace(reset_cache=raising)  # type: ignore[assignment]
+    assert connector.reset_cache() is False
+    assert connector.guarded_errors == 1
+
+
+# ---- on the ranks
+
+
+def loaded(rank: Make) -> Rank:
+    """A rank whose audited load has ended and is not told yet."""
+    source = rank()
+    source.save()
+    engine = rank(seed=2, audit_rate=1.0)
+    jobs = engine.load_job(engine.stage())
+    engine.side.start_loads(replace(jobs, loads=tuple(replace(job, audited=True) for job in jobs.loads)))
+    loader = engine.side.loader
+    assert loader is not None
+    eventually(lambda: loader._to_read_back)
+    return engine
+
+
+def test_a_load_that_cannot_be_read_back_is_reported(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As failed, whatever the error: vLLM would wait for the request for ever."""
+    engine = loaded(rank)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side.auditor, "read_back", raising)
+        with pytest.raises(ZeroDivisionError):
+            engine.side.take_results()
+    assert engine.result() == ({"r"}, {"r"})
+    assert engine.side.loader is not None and not engine.side.loader.is_loading
+
+
+def test_a_comparison_that_dies_is_counted_and_told(
+    rank: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was compared: the load is as good as one that was not audited, and the log has the traceback."""
+    engine = loaded(rank)
+    monkeypatch.setattr(engine.side.auditor, "_is_equal", raising)
+    with caplog.at_level(logging.ERROR, logger="vllm.kvstore"):
+        assert engine.result() == ({"r"}, set())
+    assert engine.meters.get("connector_audit_skipped") == 1
+    assert "ZeroDivisionError" in caplog.text
+    assert engine.side.auditor is not None and engine.side.auditor._buffers.used_bytes == 0
+
+
+def test_an_audit_that_dies_loses_no_report(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own comparisons are answered, so that their leases end, and the step's pages are saved."""
+    engine = rank(audit_rate=1.0)
+    engine.save()
+    staged = engine.stage()
+    assert staged.lease is not None
+    piece = LoadPiece(staged.keys[0], 4, 0, (SOURCE[:4],))
+    records = tuple(AuditJob(number, staged.lease, (piece,)) for number in range(3))
+    audit = AuditJobs(records, read_backs=("r",))
+    monkeypatch.setattr(engine.side.auditor, "_gather", raising)
+    assert engine.side.auditor is not None and engine.side.saver is not None
+    engine.side.auditor._placed["r"] = [SimpleNamespace(piece=piece)]  # type: ignore[list-item]
+    with pytest.raises(ZeroDivisionError):
+        engine.side.save(replace(engine.jobs(first_id=20), audit=audit))
+    assert engine.side.saver.drain(10)
+    report = engine.side.take_report()
+    assert report is not None
+    assert report.audits_done == {0: 1, 1: 1, 2: 1}
+    assert report.saves_done == {20: 1, 21: 1, 22: 1}
+
+
+def test_no_memory_for_a_record(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is lost, its host buffer is not: the fixture looks at that."""
+    engine = rank()
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordMemory, "take", raising)
+        engine.side.save(engine.jobs())
+        assert engine.side.saver is not None and engine.side.saver.drain(10)
+    report = engine.side.take_report()
+    assert report is not None
+    assert (len(report.saves_done), report.saves_failed) == (3, {0, 1, 2})
