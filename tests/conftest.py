@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -58,10 +57,3 @@ def no_dump_of_long_tests(request: pytest.FixtureRequest) -> None:
     frames without a lock, and a test that was well has died in the middle of one, five minutes in."""
     if request.node.get_closest_marker("full") is not None:
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def usual_log_level() -> Iterator[None]:
-    """Commands that run in this process make logs quieter, for good."""
-    yield
-    logging.getLogger("kvstore").setLevel(logging.NOTSET)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from kvstore.cli.options import AsJson, Config, TokenFile, token_of
+from kvstore.cli.quieting import quieted
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
@@ -71,9 +71,9 @@ def asked(url: str, timeout_s: float, verb: str, token_file: Path | None, config
     tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file)
     options = ClientOptions.of_a_person(f"kvstore {verb}", timeout_s, tls)
     deadline = Deadline.after(timeout_s)
-    logging.getLogger("kvstore").setLevel(logging.ERROR)  # an unreachable service is reported once, as the error
     try:
-        with BlockingStore(name, token=token or None, options=options) as store:
+        # an unreachable service is reported once, as the error
+        with quieted(), BlockingStore(name, token=token or None, options=options) as store:
             yield Asked(store, deadline, name)
     except Unavailable as error:
         step = _next_step(str(error), is_private=is_private, has_token=bool(token))

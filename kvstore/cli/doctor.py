@@ -15,6 +15,7 @@ from rich.markup import escape
 
 import kvstore
 from kvstore.cli.asking import service_url
+from kvstore.cli.quieting import quieted
 from kvstore.cli.tables import console_of, table_of
 from kvstore.doctor import (
     Finding,
@@ -68,9 +69,8 @@ def doctor(
     address = ServiceAddress(url, token_file or (None if token else settings.token_file), tls, admin, token)
     checks = checks_of(settings, address)
     secrets = secrets_of(settings)
-    logging.getLogger("kvstore").setLevel(logging.CRITICAL)  # problems are reported as findings
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]
+    with quieted(logging.CRITICAL, also=("asyncio",)):  # problems are reported as findings
+        found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]
     _show_json(found) if json_ else _show(found)
     return UNHEALTHY if any(one.verdict is Verdict.FAILED for one in found) else 0
 

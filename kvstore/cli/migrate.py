@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from rich.table import Table
 from kvstore.catalog.entry import Level
 from kvstore.cli.bars import bar_of
 from kvstore.cli.options import Config, parse_size
+from kvstore.cli.quieting import quieted
 from kvstore.cli.tables import print_table
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_retention import open_ownership
@@ -87,7 +87,8 @@ def status(config: Config = None, json_: AsJson = False) -> int:
         async with open_runner(settings) as runner:
             return await runner.state()
 
-    state = asyncio.run(ask(_settings(config)))
+    with quieted():
+        state = asyncio.run(ask(load_settings({}, config=config)))
     if json_:
         typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
     elif state is None:
@@ -100,13 +101,14 @@ def status(config: Config = None, json_: AsJson = False) -> int:
 @migrate.command()
 def plan(config: Config = None, json_: AsJson = False) -> int:
     """Show what a run would process: records and bytes by tier and tenant. Changes nothing and reads no record."""
-    settings = _settings(config)
+    settings = load_settings({}, config=config)
 
     async def ask() -> list[dict[str, object]]:
         async with open_runner(settings) as runner:
             return [asdict(row) for row in await runner.plan()]
 
-    rows = asyncio.run(ask())
+    with quieted():
+        rows = asyncio.run(ask())
     if json_:
         typer.echo(json.dumps({"step": KeyStep.name, "plan": rows}))
         return 0
@@ -158,7 +160,7 @@ def _work(
     word: str,
     then: Callable[[Settings, State], Awaitable[None]] | None = None,
 ) -> int:
-    settings, byte_rate = _settings(config), ByteRate(parse_size(rate, "rate"))
+    settings, byte_rate = load_settings({}, config=config), ByteRate(parse_size(rate, "rate"))
 
     async def work() -> State:
         with _bar(quiet=json_) as bar:
@@ -169,7 +171,8 @@ def _work(
             await then(settings, state)
         return state
 
-    state = asyncio.run(work())
+    with quieted():
+        state = asyncio.run(work())
     typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
     return INCOMPLETE if any(state.totals.get(name) for name in _LEFT_ALONE) else 0
 
@@ -203,11 +206,6 @@ async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, 
             check_store_version(await tier.get_manifest(STORE_VERSION_PLACE, deadline=soon()), tier.name)
             tiers[level] = tier
     return tiers
-
-
-def _settings(config: Path | None) -> Settings:
-    logging.getLogger("kvstore").setLevel(logging.ERROR)
-    return load_settings({}, config=config)
 
 
 def _ring(settings: Settings) -> KeyRing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.cli.bars import bar_of
 from kvstore.cli.options import Config
+from kvstore.cli.quieting import quieted
 from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest
@@ -51,8 +51,8 @@ def reindex(
     remembered = _Remembered(state or default_directory(), locations)
     if restart:
         remembered.forget()
-    logging.getLogger("kvstore").setLevel(logging.ERROR)
-    reports = asyncio.run(_run(settings, locations, remembered, quiet=json_))
+    with quieted():
+        reports = asyncio.run(_run(settings, locations, remembered, quiet=json_))
     remembered.forget()
     if json_:
         typer.echo(json.dumps({name: report.as_json() for name, report in reports.items()}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from kvstore.cli.bars import bar_of
 from kvstore.cli.options import Config, parse_size
+from kvstore.cli.quieting import quieted
 from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
@@ -45,7 +45,6 @@ def verify(
     settings = load_settings({}, config=config)
     location = _location(tier, settings)
     byte_rate, only = ByteRate(parse_size(rate, "rate")), _namespace(namespace)
-    logging.getLogger("kvstore").setLevel(logging.ERROR)  # quarantined records are listed in the report
     started_s = SYSTEM_CLOCK.monotonic_s()
 
     async def run() -> Findings:
@@ -53,7 +52,8 @@ def verify(
             with _bar(quiet=json_) as progress:
                 return await _walk(opened, only, byte_rate, progress)
 
-    findings = asyncio.run(run())
+    with quieted():  # quarantined records are listed in the report
+        findings = asyncio.run(run())
     seconds = SYSTEM_CLOCK.monotonic_s() - started_s
     if json_:
         typer.echo(json.dumps({"tier": str(location), "seconds": round(seconds, 3), **asdict(findings)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import pty
 import signal
@@ -149,13 +150,15 @@ async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypat
 async def test_the_doctor_shows_the_token_of_the_environment(
     made: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As all verbs do: with a right one the service answers, with a wrong one that is what is wrong."""
+    """As all verbs do: with a right one the service answers, with a wrong one that is what is wrong. It makes logs
+    quiet while it runs, and no longer."""
     call = ("doctor", "--url", f"unix:{tmp_path / 'socket'}", "--timeout", "60", "--json")
     for token, verdict in (("operator token", "ok"), ("wrong", "failed")):
         monkeypatch.setenv("KVSTORE_TOKEN", token)
         findings = {one["name"]: one for one in json.loads((await run(*call))[1])["findings"]}
         assert findings["service"]["verdict"] == verdict
         assert ("token" in findings["service"]["seen"]) == (verdict == "failed")
+    assert [logging.getLogger(name).level for name in ("kvstore", "asyncio")] == [logging.NOTSET] * 2
 
 
 async def test_requests_are_listed_by_their_whole_ids(made: World, run: Run, tmp_path: Path) -> None:
