@@ -8,9 +8,12 @@ VENV ?= .venv
 TORCH_INDEX ?=
 BACKENDS ?= embedded
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
+# Tests of engines keep one worker busy from beginning to end, the others do the rest: see tests/conftest.py
+IN_WORKERS := -n $(WORKERS) --dist loadgroup
 
 .PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead clean clean-env
 
@@ -18,7 +21,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 	@echo
 	@echo 'variables: PYTHON (a Python 3.11), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
-	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS for test'
+	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (2; 0: in one process) for test'
 
 env: $(STAMP) ## make the virtual environment: vLLM for CPUs, our packages, every tool
 
@@ -28,10 +31,10 @@ $(STAMP): pyproject.toml constraints.txt tools/environment.py
 	@touch $@
 
 test: $(STAMP) ## run the suite, real engines and real servers included (about 40 minutes on 2 cores)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_WORKERS) $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
-	KVSTORE_TEST_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	KVSTORE_TEST_FULL=1 $(BIN)/python -m pytest $(IN_WORKERS) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## style, types, layers
 	$(BIN)/ruff check .

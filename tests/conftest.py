@@ -7,6 +7,7 @@ import asyncio
 import faulthandler
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,8 @@ pytest_plugins = ["kvstore.testing.fixtures"]
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvstore")
 
+_ENGINES = Path(__file__).parent / "connector"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked `full`, and say so in the summary, unless `make test-full` asks for everything."""
@@ -28,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         items[:] = [item for item in items if item not in full]
         config.hook.pytest_deselected(items=full)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Two tests of engines at once would share the processors, and the memory, that each counts on."""
+    if item.path.is_relative_to(_ENGINES):
+        item.add_marker(pytest.mark.xdist_group("engines"))
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
