@@ -137,7 +137,7 @@ def test_notes_of_key_ids_round_trip(checks: dict[int, bytes]) -> None:
         b'{"kvstore_key_ids": 1, "keys": {"x": "0011223344556677"}}',
         b'{"kvstore_key_ids": 1, "keys": {"1": "001122334455667"}}',
         b'{"kvstore_key_ids": 1, "keys": {"1": 5}}',
-        secrets.token_bytes(40),
+        pytest.param(secrets.token_bytes(40), id="random"),  # workers must agree on the names of tests
     ],
 )
 def test_what_is_no_note_is_corrupt_and_a_newer_one_is_not(data: bytes) -> None:
