@@ -7,20 +7,20 @@ import asyncio
 import faulthandler
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from kvstore.runtime.clock import SystemClock
 from tests.virtual_time import VirtualClock, VirtualLoop
+from tests.workers import EnginesInOneWorker
 
 pytest_plugins = ["kvstore.testing.fixtures"]
 
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvstore")
-
-_ENGINES = Path(__file__).parent / "connector"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,10 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=full)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Two tests of engines at once would share the processors, and the memory, that each counts on."""
-    if item.path.is_relative_to(_ENGINES):
-        item.add_marker(pytest.mark.xdist_group("engines"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """How `make test` shares the suite out."""
+    return EnginesInOneWorker(config, log)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
