@@ -106,6 +106,11 @@ def _begin_worker() -> None:
     tie_to_parent(os.getppid())  # a killed engine leaves nothing behind that waits for it
     if num_threads := os.environ.get("OMP_NUM_THREADS"):  # read when torch was imported, and changed since
         torch.set_num_threads(int(num_threads))
+        # so is numba's. vLLM's n-gram drafts set it back to that after each use, for torch as well, which shares the
+        # OpenMP runtime: from then on some sums are split otherwise, and rounded otherwise.
+        os.environ["NUMBA_NUM_THREADS"] = num_threads
+        if (numba := sys.modules.get("numba")) is not None:
+            numba.config.NUMBA_NUM_THREADS = int(num_threads)
 
 
 def _end() -> NoReturn:
