@@ -33,6 +33,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=full)
 
 
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Say what was seen in the run's summary, whichever worker the test runs in."""
+    return lambda text: request.node.user_properties.append(("told", text))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests told, whether they passed or not: a section for each function."""
+    told: dict[str, list[str]] = {}
+    for report in (one for kind in ("passed", "failed", "rerun") for one in terminalreporter.stats.get(kind, ())):
+        if report.when == "call" and (texts := [text for name, text in report.user_properties if name == "told"]):
+            told.setdefault(report.nodeid.partition("[")[0], []).extend(texts)
+    for function, texts in told.items():
+        terminalreporter.section(function, sep="-")
+        terminalreporter.write("\n".join([*texts, ""]))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """How `make test` shares the suite out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def is_hit_since(world: World, sample: Sample, mended_s: float) -> bool:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_failure_table(fault: Fault, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_table(fault: Fault, world: World, tell: Callable[[str], None]) -> None:
     """A fault in the middle of traffic: right outputs, no error, at most a second more than computing, hits again.
 
     One request of a hundred that comes late is the machine's as often as ours. What the fault delays, it delays again:
@@ -157,7 +157,8 @@ def test_failure_table(fault: Fault, world: World, capsys: pytest.CaptureFixture
     while not rows or (len(rows) < TRIES and rows[-1].delays()):
         world.prepare(fault.place)
         rows.append(bring_about(fault, world))
-        with capsys.disabled():
-            print(*(["", HEAD] if fault is FAULTS[0] and len(rows) == 1 else []), rows[-1], sep="\n")
+        if fault is FAULTS[0] and len(rows) == 1:
+            tell(HEAD)
+        tell(str(rows[-1]))
         assert rows[-1].problems() == []
     assert rows[-1].delays() == [] or rows[-1].stolen_share > STOLEN_SHARE_MAX

@@ -6,6 +6,7 @@ Every resume point is audited: whatever is restored was computed again once by t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ ROUNDING = {"llama": 1e-3, "gemma3": 1e-3, "qwen3next": 0.01}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_soak(model: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_soak(model: str, work: Path, tmp_path: Path, tell: Callable[[str], None]) -> None:
     """Shared and diverging prefixes, chunked prefill, preemptions, aborts, resets: outputs are an undisturbed engine's.
 
     In float32 token by token. The hybrid computes in bfloat16, where every split of a prompt rounds differently: its
@@ -53,8 +54,7 @@ def test_soak(model: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixt
             leases_end = service.leases_end()
     answers = (*first.answers, *rest.answers)
     difference = compare(reference, answers)
-    with capsys.disabled():
-        print(f"\n{row(model, (first, rest), counters, difference, noise)}")
+    tell(row(model, (first, rest), counters, difference, noise))
     for index, answer in enumerate(answers):
         assert answer is not None or requests[index].abort_state is not None
     expect_outputs(soak, difference, noise)

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -309,15 +309,14 @@ async def test_what_stands_in_redis_alone_is_kept_until_s3_has_its_copy(fleet: F
 
 @pytest.mark.full
 async def test_a_hundred_thousand_records_change_keys_over_fifty_kills(
-    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+    fleet: Fleet, tell: Callable[[str], None]
 ) -> None:
     """The same with 100,000 records: killed at each kind of step, all over the copying and the removing."""
     num_records = int(os.environ.get("KVSTORE_TEST_MIGRATION_RECORDS", "100000"))
     copy_points, finish_points = points_for(num_records)
     seen = await rotate(fleet, num_records, copy_points, finish_points)
     kills = {name: number for name, number in seen.items() if " killed at " in name}
-    with capsys.disabled():
-        print(f"\n{num_records:,} records, {sum(kills.values())} kills: {dict(seen)}")
+    tell(f"{num_records:,} records, {sum(kills.values())} kills: {dict(seen)}")
     assert {name.partition(" killed at ")[2] for name in kills} == {*ONCE, *EACH, *TOGETHER, *REMOVING}
     assert sum(kills.values()) == len(copy_points) + len(finish_points)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,7 @@ async def everything(made: World, of: Prompt) -> list[object]:
         return [(await client.get(path)).json() for path in paths]
 
 
-async def test_every_route_refuses_who_may_not(
-    tenants: tuple[World, Prompt], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_every_route_refuses_who_may_not(tenants: tuple[World, Prompt], tell: Callable[[str], None]) -> None:
     """Without a token, with one of nobody, with too small a scope and with another tenant's: refused on every route,
     and red's things are as before. Printed as one table.
     """
@@ -147,8 +145,7 @@ async def test_every_route_refuses_who_may_not(
             assert not is_told or not any(secret in other.text for secret in secrets)
             seen = "own only" if is_told else other.status_code
             lines.append(f"{method + ' ' + path:44} {401:>9} {401:>7} {scope:>6} {seen:>8}")
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
+    tell("\n".join(lines))
     assert await everything(made, red) == before
 
 
