@@ -138,9 +138,7 @@ def _measure_set(
 def _start(
     variant: Variant, checkpoint: Path, folder: Path, stack: ExitStack, chosen: argparse.Namespace
 ) -> tuple[EngineProcess, Node | None]:
-    # vLLM's own way to leave cores to others: its compute threads stay on the cores that are named
-    cores = sorted(os.sched_getaffinity(0))
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[:-1]))} if chosen.free_core else {}
+    environment = _without_last_core() if chosen.free_core else {}
     node = None
     connector = None
     if variant.connector is not None:
@@ -157,6 +155,18 @@ def _start(
     engine = stack.enter_context(start_engine(spec, work=WORK, name=f"bench-{variant.name.replace(' ', '-')}"))
     engine.generate([Request(seeded_prompt(_FIRST_SEED - 9, _WARM_UP_TOKENS), max_tokens=2)], timeout_s=_ANSWER_S)
     return engine, node
+
+
+def _without_last_core() -> dict[str, str]:
+    """vLLM's compute threads stay on the other cores: what it sets itself for workers in processes of their own. These
+    engines are one process, in which torch has read it before vLLM does."""
+    cores = list(map(str, sorted(os.sched_getaffinity(0))[:-1]))
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(cores),
+        "OMP_NUM_THREADS": str(len(cores)),
+        "OMP_PLACES": ",".join(f"{{{core}}}" for core in cores),
+        "OMP_PROC_BIND": "true",
+    }
 
 
 def _num_blocks(chosen: argparse.Namespace) -> int:
