@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt tools/environment.py
 	$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@
 
-test: $(STAMP) ## run the suite, real engines and real servers included (about 35 minutes on 2 cores)
+test: $(STAMP) ## run the suite, real engines and real servers included
 	$(BIN)/python -m pytest $(IN_WORKERS) $(PYTEST_ARGS)
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
