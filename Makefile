@@ -51,7 +51,7 @@ demo-pd: $(STAMP) ## a prefill server and a decode server behind a proxy: one co
 bench-quick: $(STAMP) ## codec, service, Redis and S3, each against a ceiling measured in the same run
 	$(BIN)/python -m benchmarks.quick
 
-bench-store: $(STAMP) ## the byte paths to Redis, through the service and to S3, each beside raw sockets (about 3 minutes)
+bench-store: $(STAMP) ## the byte paths to Redis, through the service and to S3, each beside raw sockets (several minutes)
 	$(BIN)/python -m benchmarks.store
 
 bench-lookup: $(STAMP) ## a prompt of 131,072 tokens and longer ones looked up among a million entries of the catalog in Redis

@@ -35,12 +35,22 @@ class Node:
         name: Tells nodes in one folder apart.
         hot: As the setting.
         memory_bytes: As the setting.
+        stall_timeout_ms: As the setting; `None` leaves its default.
     """
 
-    def __init__(self, folder: Path, name: str, *, hot: str = "memory:", memory_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        hot: str = "memory:",
+        memory_bytes: int = 1 << 30,
+        stall_timeout_ms: int | None = None,
+    ) -> None:
         self._path = folder / f"{name}.sock"
         command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{self._path}"]
         command += ["--hot", hot, "--cold", "memory:", "--memory-bytes", str(memory_bytes)]
+        command += ["--stall-timeout-ms", str(stall_timeout_ms)] if stall_timeout_ms is not None else []
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
         env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder)}
         self._process = ServerProcess(command, folder / f"{name}.log", env)

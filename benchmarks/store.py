@@ -19,7 +19,7 @@ from benchmarks.report import as_line, as_table
 from benchmarks.sections import open_s3_tier
 from benchmarks.shell import run_benchmark
 from benchmarks.stores import RedisPy, ServiceOverTier, TierStore, fill, store_rows
-from kvstore.client import connect
+from kvstore.client import ClientOptions, connect
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import parse_bytes
@@ -40,6 +40,8 @@ _NUM_CONNECTIONS = 4
 _NUM_RANGED_CONNECTIONS = 2
 """Of raw gets in parts: as many parts as the tier has under way."""
 _START_S = 20.0
+_STALL_MS = 20_000
+"""A gigabyte asked of Redis at once may stand still for longer than an engine should wait; a rate is measured here."""
 _REDISPY_S = 120.0
 """Its own default is too short for 16 values of 64 MiB at a time."""
 
@@ -131,12 +133,13 @@ def _service(plan: Plan, listener: Listener) -> list[Row]:
         temporary_folder() as folder,
         tcp_peer(folder) as peer,
         redis_server() as server,
-        Node(folder, "service", hot=server.url, memory_bytes=memory_bytes) as node,
+        Node(folder, "service", hot=server.url, memory_bytes=memory_bytes, stall_timeout_ms=_STALL_MS) as node,
         Node(folder, "writer", hot=server.url, memory_bytes=_WRITER_BYTES) as other,
     ):
 
         async def run() -> list[Row]:
-            tier, client, writer = _redis_tier(server.url), connect(node.url), connect(other.url)
+            patient = ClientOptions(stall_timeout_s=_STALL_MS / 1000)
+            tier, client, writer = _redis_tier(server.url), connect(node.url, options=patient), connect(other.url)
             try:
                 for store in (client, writer):
                     await store.wait_ready(deadline=Deadline.after(_START_S))

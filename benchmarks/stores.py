@@ -92,7 +92,8 @@ class Service(Store):
         staged = await self._store.stage(batch.query, deadline=_soon())
         lease = staged.lease
         if lease is None or len(staged.keys) != len(batch.records):
-            raise RuntimeError(f"the service staged {len(staged.keys)} records of {len(batch.records)}")
+            seen = f"{len(staged.keys)} records of {len(batch.records)}"
+            raise RuntimeError(f"the service staged {seen}: {staged.cut or 'it says no reason'}")
         received: dict[bytes, memoryview] = {}
 
         def load(record: Record, target: memoryview) -> Callable[[], Awaitable[None]]:
