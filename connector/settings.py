@@ -48,7 +48,7 @@ class ConnectorSettings:
         disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
         lookup_timeout_ms: Longest wait for the answer whether anything is stored. Only this request waits, and only
             for a service that does not answer; shorter ones turn hits into recomputations on a busy machine.
-        stall_timeout_ms: Fetching ends when no byte came for this long; what has come is used. Longer than
+        stall_timeout_ms: Fetching ends when no record came for this long; what has come is used. Longer than
             the service's own `stall_timeout_ms`, so that its answer with what has come is not missed.
         max_wait_ms: Longest wait for a fetch, however well it goes.
         whole_prompt_hits: A prompt of a model with attention only that is stored to its very end is loaded whole, and

@@ -90,7 +90,8 @@ class Promotion:
     async def stage(self, presence: Presence, deadline: Deadline, progress: Progress | None = None) -> Holding:
         """Bring in what the longest resume point in `presence` needs, and return what arrived of it.
 
-        Ends early when no bytes arrive for `stall_timeout_s`, and at the deadline; neither is an error.
+        Ends early when no record begins or ends to arrive for `stall_timeout_s`, and at the deadline; neither is an
+        error.
 
         If cancelled, nothing stays pinned.
         """

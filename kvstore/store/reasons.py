@@ -51,7 +51,10 @@ REASONS = {
         "what was fetched by the deadline was used, the rest came too late",
         "a quicker tier, or a larger max_wait_ms",
     ),
-    "stall": Reason("no bytes arrived from the tier for stall_timeout_ms", "see the tiers with `kvstore status`"),
+    "stall": Reason(
+        "no record began or ended to arrive from the tier for stall_timeout_ms",
+        "see the tiers with `kvstore status`; if the link is slow, raise stall_timeout_ms here and in the connector",
+    ),
     "tier_failed": Reason("a tier did not answer, and what it holds was not used", "`kvstore status`: is it healthy?"),
     "node_memory": Reason(
         "this node's memory had no room for all of it", "a larger memory_bytes; three quarters of it can be on its way"
