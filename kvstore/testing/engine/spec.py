@@ -74,6 +74,8 @@ class EngineSpec:
             "async_scheduling": self.async_scheduling,
             "block_size": self.block_size,
             "attention_backend": "CPU_MLA" if needs_reference else None,
+            # vLLM's own choice where a processor has AVX-512 for bfloat16 only; a hybrid's block size follows from it
+            "mamba_ssm_cache_dtype": "float32",
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_transfer_config": self.kv_transfer or connector_config(self.connector),
             **self.arguments,
