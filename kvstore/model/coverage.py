@@ -130,18 +130,14 @@ def ends_to_resume(
     for index, group in enumerate(layout.groups):
         ends = table.ends(index)
         start = group.kind.needed_from(resume_tokens)
+        chosen: list[int] | None = []
         if start is None:
-            chosen: list[int | None] = [resume_tokens if resume_tokens in ends else None]
+            chosen = [resume_tokens] if resume_tokens in ends else None
         elif (start := max(start, local_tokens)) < resume_tokens:
-            covers = _covers(ends, layout.page_tokens, resume_tokens)
-            last = cell_of(resume_tokens, layout.page_tokens)
-            chosen = [covers.get(cell) for cell in range(start // layout.page_tokens, last + 1)]
-        else:
-            chosen = []
-        found = [tokens for tokens in chosen if tokens is not None]
-        if len(found) < len(chosen):
+            chosen = _covers(ends, layout.page_tokens, start, resume_tokens)
+        if chosen is None:
             raise InvalidRequest("the resume point is not usable", resume_tokens=resume_tokens, group=index)
-        needed.append(found)
+        needed.append(chosen)
     return needed
 
 
@@ -178,12 +174,18 @@ class _Table:
         return ends
 
 
-def _covers(ends: npt.NDArray[np.int64], page_tokens: int, resume_tokens: int) -> dict[int, int]:
-    """For each cell the nearest of `ends` that reaches the cell's end or `resume_tokens`."""
+def _covers(ends: npt.NDArray[np.int64], page_tokens: int, start: int, resume_tokens: int) -> list[int] | None:
+    """For each cell from `start`'s to the last the nearest of `ends` that reaches the cell's end or `resume_tokens`;
+    `None`: a cell has none."""
+    first, last = start // page_tokens, cell_of(resume_tokens, page_tokens)
     cells = (ends - 1) // page_tokens
     reaches = ends >= np.minimum(resume_tokens, (cells + 1) * page_tokens)
-    # reversed, so that of several boundaries in one cell the first is kept
-    return dict(zip(cells[reaches][::-1].tolist(), ends[reaches][::-1].tolist(), strict=True))
+    reaches &= (cells >= first) & (cells <= last)
+    covered, at = np.unique(cells[reaches], return_index=True)  # of several boundaries in one cell the first
+    if len(covered) <= last - first:
+        return None
+    chosen: list[int] = ends[reaches][at].tolist()
+    return chosen
 
 
 class _StateReader:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvstore.api import Offer
 from kvstore.model.coverage import ends_to_resume, longest_resumable
 from kvstore.store.placement import Presence
@@ -68,10 +70,11 @@ def _tier_bytes(
     layout = presence.layout
     local_tokens = presence.query.local_tokens
     ends = ends_to_resume(layout, tokens, present, resume_tokens=resume_tokens, local_tokens=local_tokens)
-    index_of = {count: index for index, count in enumerate(tokens)}
+    all_tokens = np.asarray(tokens, dtype=np.int64)
     num_bytes: Counter[str] = Counter()
     for group, chosen in enumerate(ends):
-        counts = count_first(layout, group, [index_of[end] for end in chosen], places)
+        indexes: list[int] = np.searchsorted(all_tokens, chosen).tolist()
+        counts = count_first(layout, group, indexes, places)
         for name, count in zip(names, counts, strict=False):
             if count:
                 num_bytes[name] += count * presence.mean_bytes(group, 0)
