@@ -9,25 +9,24 @@ from pathlib import Path
 
 from demo.backends import Backend, embedded, real
 from demo.report import Row, as_line, as_table, failures, row_of
-from demo.runs import Prompt, Run, run_connected, run_reference
+from demo.runs import PROMPT_TOKENS_HELP, Prompt, Reference, Run, prompt_of, run_connected, run_reference
 from demo.shell import Say, run_as_program
-from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
-from kvstore.testing.engine import Answer, seeded_prompt
+from kvstore.testing.checkpoints import write_checkpoint
 
 MODELS = ("llama-demo", "qwen3next-demo")
 """A model with attention alone, and a hybrid: recurrent states beside attention."""
 
 PROMPT_SEED = 8192
 
-References = dict[str, tuple[Prompt, tuple[Answer, Answer]]]
-"""By model what is asked, and the answers of an engine without a store."""
+References = dict[str, Reference]
+"""By model."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="demo", description="Resume a prompt from saved pages, on real engines.")
     parser.add_argument("--backends", choices=("embedded", "real"), default="embedded")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--prompt-tokens", type=int, help=PROMPT_TOKENS_HELP)
     parser.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / ".work")
     arguments = parser.parse_args()
     return run_as_program(
@@ -38,14 +37,13 @@ def main() -> int:
     )
 
 
-def run(backends: str, models: Sequence[str], prompt_tokens: int, work: Path, say: Say) -> list[Row]:
+def run(backends: str, models: Sequence[str], prompt_tokens: int | None, work: Path, say: Say) -> list[Row]:
     """All runs of the demo, in order: each of the backend's states for every model."""
     references: References = {}
     for model in models:
         say(f"{model}: writing the checkpoint")
         checkpoint = write_checkpoint(model, work / "checkpoints")
-        prompt = Prompt(model, checkpoint, seeded_prompt(PROMPT_SEED, prompt_tokens, vocabulary=VOCABULARY))
-        references[model] = prompt, run_reference(prompt, work, say)
+        references[model] = run_reference(prompt_of(model, checkpoint, PROMPT_SEED, prompt_tokens), work, say)
     if backends == "embedded":
         with embedded(say) as backend:
             return _save_and_restore(backend, references, work, say)
@@ -61,8 +59,8 @@ def run(backends: str, models: Sequence[str], prompt_tokens: int, work: Path, sa
 
 
 def _save_and_restore(backend: Backend, references: References, work: Path, say: Say) -> list[Row]:
-    for prompt, _ in references.values():
-        _run("b", backend, prompt, work, say)
+    for reference in references.values():
+        _run("b", backend, reference.prompt, work, say)
     say("(b) waiting until all pages have reached every tier")
     backend.wait_saved()
     return _restore("c", backend, references, work, say)
@@ -70,7 +68,7 @@ def _save_and_restore(backend: Backend, references: References, work: Path, say:
 
 def _restore(name: str, backend: Backend, references: References, work: Path, say: Say) -> list[Row]:
     return [
-        row_of(name, prompt, answers, _run(name, backend, prompt, work, say)) for prompt, answers in references.values()
+        row_of(name, reference, _run(name, backend, reference.prompt, work, say)) for reference in references.values()
     ]
 
 

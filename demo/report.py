@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from demo.runs import Prompt, Run
-from kvstore.testing.engine import Answer
+from demo.runs import Reference, Run
 
 __all__ = ["Row", "as_line", "as_table", "failures", "row_of"]
 
@@ -65,9 +64,9 @@ class Row:
         }
 
 
-def row_of(name: str, prompt: Prompt, reference: tuple[Answer, Answer], run: Run) -> Row:
-    """A run beside its `reference`, as `run_reference` returned it."""
-    computed, resumed = reference
+def row_of(name: str, reference: Reference, run: Run) -> Row:
+    """A run beside its reference."""
+    prompt, computed, resumed = reference
     return Row(
         model=prompt.model,
         run=name,

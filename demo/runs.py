@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.checkpoints import VOCABULARY
+from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
 
-__all__ = ["Prompt", "Run", "run_connected", "run_reference"]
+__all__ = ["PROMPT_TOKENS_HELP", "Prompt", "Reference", "Run", "prompt_of", "run_connected", "run_reference"]
 
+_PROMPT_TOKENS = 8192
+_PROMPT_TOKENS_MIN = 2048
+_COMPUTE_S = 60.0
+"""A prompt whose length nobody chose is computed in about this time: without AVX-512 a processor needs minutes for
+8,192 tokens in bfloat16."""
+
+PROMPT_TOKENS_HELP = "length of the prompt (default: 8192, or fewer where these take over a minute to compute)"
+
+_PROBE_TOKENS = 256
 _WARM_UP_TOKENS = 300
 _KV_CACHE_GIB = 1
 _ANSWER_S = 240.0
@@ -19,12 +30,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked, and of which model."""
+    """What is asked, and of which model.
+
+    Attributes:
+        model: Kind of checkpoint.
+        checkpoint: Its folder.
+        tokens: The prompt.
+        max_tokens: Tokens to generate.
+        may_be_cut: A slow processor is asked for the beginning only.
+    """
 
     model: str
     checkpoint: Path
     tokens: tuple[int, ...]
     max_tokens: int = 32
+    may_be_cut: bool = False
 
     def request(self) -> Request:
         return Request(self.tokens, max_tokens=self.max_tokens)
@@ -47,18 +67,53 @@ class Run:
     stored_bytes: int = 0
 
 
-def run_reference(prompt: Prompt, work: Path, say: Say) -> tuple[Answer, Answer]:
-    """(a): no connector. Returns the computed answer, and the one resumed from the engine's own cache."""
+class Reference(NamedTuple):
+    """What an engine without a store answered.
+
+    Attributes:
+        prompt: What was asked.
+        computed: The answer that was computed.
+        resumed: The answer that was resumed from the engine's own cache.
+    """
+
+    prompt: Prompt
+    computed: Answer
+    resumed: Answer
+
+
+def prompt_of(model: str, checkpoint: Path, seed: int, num_tokens: int | None) -> Prompt:
+    """A prompt of so many tokens; `None`: of 8,192, or as many as this processor computes in a minute."""
+    tokens = seeded_prompt(seed, num_tokens or _PROMPT_TOKENS, vocabulary=VOCABULARY)
+    return Prompt(model, checkpoint, tokens, may_be_cut=num_tokens is None)
+
+
+def run_reference(prompt: Prompt, work: Path, say: Say) -> Reference:
+    """(a): no connector."""
     spec = EngineSpec(checkpoint=prompt.checkpoint, kv_cache_gib=_KV_CACHE_GIB)
     say(f"(a) {prompt.model}: starting vLLM without a store")
     with start_engine(spec, work=work, name=f"demo-a-{prompt.model}") as engine:
         engine.generate([_warm_up("a")], timeout_s=_ANSWER_S)
+        prompt = _affordable(prompt, engine, say)
         say(f"(a) computing {len(prompt.tokens):,} tokens")
         (computed,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
         say("(a) asking again: the engine's own cache answers")
         (resumed,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
         say(f"(a) first token computed after {computed.ttft_s:.2f} s, from its own cache after {resumed.ttft_s:.2f} s")
-    return computed, resumed
+    return Reference(prompt, computed, resumed)
+
+
+def _affordable(prompt: Prompt, engine: EngineProcess, say: Say) -> Prompt:
+    """The prompt, halved until this processor computes it in `_COMPUTE_S`."""
+    if not prompt.may_be_cut:
+        return prompt
+    probe = Request(seeded_prompt(9000, _PROBE_TOKENS), max_tokens=1)
+    (answer,) = engine.generate([probe], timeout_s=_ANSWER_S)
+    tokens_per_s, num_tokens = _PROBE_TOKENS / answer.ttft_s, len(prompt.tokens)
+    while num_tokens / tokens_per_s > _COMPUTE_S and num_tokens // 2 >= _PROMPT_TOKENS_MIN:
+        num_tokens //= 2
+    if num_tokens < len(prompt.tokens):
+        say(f"(a) this processor computes {tokens_per_s:,.0f} tokens/s: the prompt is cut to {num_tokens:,} tokens")
+    return replace(prompt, tokens=prompt.tokens[:num_tokens])
 
 
 def run_connected(

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from demo.report import Row, as_line, as_table, failures, row_of
-from demo.runs import Prompt, Run, run_connected, run_reference
+from demo.runs import PROMPT_TOKENS_HELP, Prompt, Run, prompt_of, run_connected, run_reference
 from demo.shell import Say, run_as_program
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
-from kvstore.testing.engine import seeded_prompt
+from kvstore.testing.checkpoints import write_checkpoint
 
 MODEL = "llama-demo"
 PROMPT_SEED = 8192
@@ -30,7 +29,7 @@ def main() -> int:
     parser.add_argument("--save", required=True, help="service that the first engine uses, e.g. unix:/run/a.sock")
     parser.add_argument("--load", required=True, help="service that the second engine uses")
     parser.add_argument("--folder", type=Path, default=Path(".work"), help="for the model and what vLLM compiles")
-    parser.add_argument("--prompt-tokens", type=int, default=8192)
+    parser.add_argument("--prompt-tokens", type=int, help=PROMPT_TOKENS_HELP)
     arguments = parser.parse_args()
     return run_as_program(
         lambda say: run(arguments.save, arguments.load, arguments.prompt_tokens, arguments.folder, say),
@@ -40,19 +39,18 @@ def main() -> int:
     )
 
 
-def run(save_url: str, load_url: str, prompt_tokens: int, folder: Path, say: Say) -> list[Row]:
+def run(save_url: str, load_url: str, prompt_tokens: int | None, folder: Path, say: Say) -> list[Row]:
     """The row of the engine that resumed, beside one that computed."""
     say(f"{MODEL}: writing the checkpoint")
     checkpoint = write_checkpoint(MODEL, folder / "checkpoints")
     # Asked for the first time, also where the stack has seen this demo before: then there is something to save.
     seed = PROMPT_SEED + time.time_ns() % 1_000_000_007
-    prompt = Prompt(MODEL, checkpoint, seeded_prompt(seed, prompt_tokens, vocabulary=VOCABULARY))
-    reference = run_reference(prompt, folder, say)
-    _connected("b", save_url, prompt, folder, say)
+    reference = run_reference(prompt_of(MODEL, checkpoint, seed, prompt_tokens), folder, say)
+    _connected("b", save_url, reference.prompt, folder, say)
     say("(b) waiting until all pages have reached Redis and S3")
     wait_saved(lambda: status(save_url))
-    restored = _connected("c", load_url, prompt, folder, say)
-    return [row_of("c", prompt, reference, restored)]
+    restored = _connected("c", load_url, reference.prompt, folder, say)
+    return [row_of("c", reference, restored)]
 
 
 def _connected(name: str, url: str, prompt: Prompt, folder: Path, say: Say) -> Run:

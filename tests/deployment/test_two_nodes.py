@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from demo.runs import Prompt, Run
+from demo.runs import Prompt, Reference, Run
 from kvstore.testing.engine import Answer
 from tests.deployment.files import DEPLOY, compose_service
 
@@ -42,7 +42,7 @@ def test_one_saves_and_the_other_resumes(script: ModuleType, monkeypatch: pytest
         seen.append(("wait", ask()["url"]))
 
     monkeypatch.setattr(script, "write_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(script, "run_reference", lambda *_: (answer(1.0, 0), answer(0.05, 64)))
+    monkeypatch.setattr(script, "run_reference", lambda prompt, *_: Reference(prompt, answer(1.0, 0), answer(0.05, 64)))
     monkeypatch.setattr(script, "run_connected", connected)
     monkeypatch.setattr(script, "status", lambda url: {"url": url})
     monkeypatch.setattr(script, "wait_saved", saved)
@@ -68,4 +68,4 @@ def test_the_compose_file_gives_options_that_it_has(script: ModuleType, monkeypa
     assert script.main() == 0
     ((save, load, tokens, folder, _),) = asked
     assert (save, load) == ("unix:/run/kvstore-a/kvstore.sock", "unix:/run/kvstore-b/kvstore.sock")
-    assert (tokens, folder) == (8192, Path("/var/lib/kvstore"))
+    assert (tokens, folder) == (None, Path("/var/lib/kvstore"))
