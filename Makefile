@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
-# Tests of engines keep one worker busy from beginning to end, the others do the rest: see tests/workers.py
+# Tests of engines keep one worker busy, the others do the rest: see tests/workers.py
 IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead clean clean-env

@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from kvstore.runtime.clock import SystemClock
 from tests.virtual_time import VirtualClock, VirtualLoop
-from tests.workers import EnginesInOneWorker
+from tests.workers import EnginesInTurn, comes_last
 
 pytest_plugins = ["kvstore.testing.fixtures"]
 
@@ -24,7 +24,10 @@ settings.load_profile("kvstore")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `full`, and say so in the summary, unless `make test-full` asks for everything."""
+    """Put last what is to be handed out last. Leave out what is marked `full`, and say so in the summary, unless
+    `make test-full` asks for everything.
+    """
+    items.sort(key=lambda item: comes_last(item.nodeid))
     if os.environ.get("KVSTORE_TEST_FULL") == "1":
         return
     full = [item for item in items if item.get_closest_marker("full") is not None]
@@ -53,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """How `make test` shares the suite out."""
-    return EnginesInOneWorker(config, log)
+    return EnginesInTurn(config, log)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
