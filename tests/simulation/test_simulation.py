@@ -63,7 +63,7 @@ def test_invariants_hold(seeds: range) -> None:
     # the simulation did what it is there for
     assert sum(outcome.num_promised for outcome in outcomes) > 20 * len(outcomes)
     assert sum(outcome.num_served for outcome in outcomes) > 50 * len(outcomes)
-    assert sum(outcome.num_kills for outcome in outcomes) > len(outcomes) // 2
+    assert sum(outcome.num_kills for outcome in outcomes) > len(outcomes) // 4
 
 
 if SEED_VARIABLE in os.environ:
