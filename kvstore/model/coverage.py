@@ -109,7 +109,7 @@ def records_to_resume(
     ends = ends_to_resume(
         layout, boundary_tokens, groups_present, resume_tokens=resume_tokens, local_tokens=local_tokens
     )
-    return tuple(sorted(NeededRecord(tokens, group) for group, chosen in enumerate(ends) for tokens in chosen))
+    return tuple(sorted(NeededRecord(tokens, group) for group, chosen in enumerate(ends) for tokens in chosen.tolist()))
 
 
 def ends_to_resume(
@@ -119,20 +119,21 @@ def ends_to_resume(
     *,
     resume_tokens: int,
     local_tokens: int,
-) -> list[list[int]]:
+) -> list[npt.NDArray[np.int64]]:
     """As `records_to_resume`: for each group the boundaries of the records to read, ascending."""
     table = _Table(layout, boundary_tokens, groups_present)
+    nothing = np.zeros(0, dtype=np.int64)
     if resume_tokens <= local_tokens:
-        return [[] for _ in layout.groups]
+        return [nothing for _ in layout.groups]
     if resume_tokens > (boundary_tokens[-1] if boundary_tokens else 0):
         raise InvalidRequest("the resume point is beyond the last boundary", resume_tokens=resume_tokens)
-    needed: list[list[int]] = []
+    needed: list[npt.NDArray[np.int64]] = []
     for index, group in enumerate(layout.groups):
         ends = table.ends(index)
         start = group.kind.needed_from(resume_tokens)
-        chosen: list[int] | None = []
+        chosen: npt.NDArray[np.int64] | None = nothing
         if start is None:
-            chosen = [resume_tokens] if resume_tokens in ends else None
+            chosen = ends[ends == resume_tokens] if resume_tokens in ends else None
         elif (start := max(start, local_tokens)) < resume_tokens:
             chosen = _covers(ends, layout.page_tokens, start, resume_tokens)
         if chosen is None:
@@ -174,7 +175,9 @@ class _Table:
         return ends
 
 
-def _covers(ends: npt.NDArray[np.int64], page_tokens: int, start: int, resume_tokens: int) -> list[int] | None:
+def _covers(
+    ends: npt.NDArray[np.int64], page_tokens: int, start: int, resume_tokens: int
+) -> npt.NDArray[np.int64] | None:
     """For each cell from `start`'s to the last the nearest of `ends` that reaches the cell's end or `resume_tokens`;
     `None`: a cell has none."""
     first, last = start // page_tokens, cell_of(resume_tokens, page_tokens)
@@ -182,10 +185,7 @@ def _covers(ends: npt.NDArray[np.int64], page_tokens: int, start: int, resume_to
     reaches = ends >= np.minimum(resume_tokens, (cells + 1) * page_tokens)
     reaches &= (cells >= first) & (cells <= last)
     covered, at = np.unique(cells[reaches], return_index=True)  # of several boundaries in one cell the first
-    if len(covered) <= last - first:
-        return None
-    chosen: list[int] = ends[reaches][at].tolist()
-    return chosen
+    return ends[reaches][at] if len(covered) > last - first else None
 
 
 class _StateReader:

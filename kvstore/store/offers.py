@@ -73,8 +73,7 @@ def _tier_bytes(
     all_tokens = np.asarray(tokens, dtype=np.int64)
     num_bytes: Counter[str] = Counter()
     for group, chosen in enumerate(ends):
-        indexes: list[int] = np.searchsorted(all_tokens, chosen).tolist()
-        counts = count_first(layout, group, indexes, places)
+        counts = count_first(layout, group, np.searchsorted(all_tokens, chosen), places)
         for name, count in zip(names, counts, strict=False):
             if count:
                 num_bytes[name] += count * presence.mean_bytes(group, 0)

@@ -105,25 +105,26 @@ def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[P
     return present
 
 
-def count_first(layout: Layout, group: int, indexes: Sequence[int], maps: Sequence[Mapping[Probe, int]]) -> list[int]:
+def count_first(
+    layout: Layout, group: int, indexes: npt.NDArray[np.intp], maps: Sequence[Mapping[Probe, int]]
+) -> list[int]:
     """For each of `maps` the number of slices of a group at these boundaries that it has and no map before it has."""
     counts = []
     if any(isinstance(one, PackedSlices) for one in maps):
         start, stop = EntryShape.of(layout).group_at[group : group + 2]
-        chosen = np.asarray(indexes, dtype=np.intp)
-        seen = np.zeros((len(chosen), stop - start), dtype=np.uint8)
-        num_rows = max(indexes, default=-1) + 1
+        seen = np.zeros((len(indexes), stop - start), dtype=np.uint8)
+        num_rows = int(indexes.max(initial=-1)) + 1
         for one in maps:
-            rows = _packed(layout, num_rows, one)[chosen, start:stop] & ~seen
+            rows = _packed(layout, num_rows, one)[indexes, start:stop] & ~seen
             counts.append(int(np.bitwise_count(rows).sum()))
             seen |= rows
         return counts
-    held = dict.fromkeys(indexes, 0)
+    held: dict[int, int] = dict.fromkeys(indexes.tolist(), 0)
     for one in maps:
         count = 0
-        for index in indexes:
-            new = one.get((index, group), 0) & ~held[index]
-            held[index] |= new
+        for index, before in held.items():
+            new = one.get((index, group), 0) & ~before
+            held[index] = before | new
             count += new.bit_count()
         counts.append(count)
     return counts
