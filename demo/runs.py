@@ -103,7 +103,7 @@ def run_reference(prompt: Prompt, work: Path, say: Say) -> Reference:
 
 
 def _affordable(prompt: Prompt, engine: EngineProcess, say: Say) -> Prompt:
-    """The prompt, halved until this processor computes it in `_COMPUTE_S`."""
+    """The prompt, halved until this processor computes it in `_COMPUTE_S`, to 2,048 tokens at the least."""
     if not prompt.may_be_cut:
         return prompt
     probe = Request(seeded_prompt(9000, _PROBE_TOKENS), max_tokens=1)

@@ -120,7 +120,7 @@ def ends_to_resume(
     resume_tokens: int,
     local_tokens: int,
 ) -> list[npt.NDArray[np.int64]]:
-    """As `records_to_resume`: for each group the boundaries of the records to read, ascending."""
+    """As `records_to_resume`: for each group [records], int64, the boundaries of the records to read, ascending."""
     table = _Table(layout, boundary_tokens, groups_present)
     nothing = np.zeros(0, dtype=np.int64)
     if resume_tokens <= local_tokens:
@@ -133,7 +133,8 @@ def ends_to_resume(
         start = group.kind.needed_from(resume_tokens)
         chosen: npt.NDArray[np.int64] | None = nothing
         if start is None:
-            chosen = ends[ends == resume_tokens] if resume_tokens in ends else None
+            state = ends[ends == resume_tokens]
+            chosen = state if len(state) else None
         elif (start := max(start, local_tokens)) < resume_tokens:
             chosen = _covers(ends, layout.page_tokens, start, resume_tokens)
         if chosen is None:
