@@ -30,7 +30,9 @@ __all__ = ["main"]
 
 _PROMPT_SEED = 8192
 _WARM_UP_TOKENS = 300
-_ANSWER_S = 240.0
+_ANSWER_S = 900.0
+"""Without AVX-512 a processor computes bfloat16 prompts of this length for minutes."""
+
 _MAX_TOKENS = 16
 _PAGE_BYTES = 4 << 20
 
