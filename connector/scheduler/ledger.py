@@ -178,6 +178,11 @@ class RequestState:
         return self.asked_s is not None and not self.closed and self.loading is None
 
     @property
+    def is_hashing_over(self) -> bool:
+        """Whether hashing has ended, well or not."""
+        return self.hashed is not None and self.hashed.done()
+
+    @property
     def is_hashed(self) -> bool:
         hashed = self.hashed
         return hashed is not None and hashed.done() and not hashed.cancelled() and hashed.exception() is None

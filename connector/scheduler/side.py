@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from connector.adapters import Adapters
+from connector.canonical.window import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJobs, LoadJob, RankReport, SaveJob, StepJobs
@@ -23,7 +24,8 @@ from connector.scheduler.lookups import Lookups
 from connector.scheduler.opening import Opening
 from connector.scheduler.outcomes import Outcomes
 from connector.scheduler.prompt_facts import PromptFacts
-from connector.scheduler.saves import BlockPins, Offer, Saves
+from connector.scheduler.saves import BlockPins, Saves
+from connector.scheduler.step_facts import StepFacts
 from connector.scheduler.timing import Timing
 from connector.settings import ConnectorSettings
 from kvstore.errors import InternalError
@@ -35,25 +37,6 @@ __all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _EMPTY_STEP_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What the engine computes in one step.
-
-    Attributes:
-        final_tokens: By request, tokens whose cache content is final after this step's forward.
-        tables: By request, for each of vLLM's groups its current block ids; only looked up when a page is saved.
-        offers: By request, the recurrent states that this step's forward writes.
-        preempted: Requests that lost their blocks.
-        computed_tokens: By request, tokens that were computed before this step.
-    """
-
-    final_tokens: Mapping[str, int]
-    tables: Mapping[str, Sequence[Sequence[int]]]
-    offers: Mapping[str, Sequence[Offer]] = field(default_factory=dict)
-    preempted: Sequence[str] = ()
-    computed_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -110,6 +93,8 @@ class SchedulerSide:
             ledger=self.ledger,
             meters=self.meters,
         )
+        # a state is offered in the step that makes it, and a window's blocks are given back after a few
+        self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
         self._audits: Audits | None = None
         if settings.audit_rate > 0:
             self._audits = Audits(
@@ -175,6 +160,8 @@ class SchedulerSide:
         state = self.ledger.find(request_id)
         if state is None or state.loading is not None:
             return 0
+        if self._saves_at_once and self._awaits_hash(state) and self._lookups.may_wait(state):
+            return None  # computed now, it could not be saved
         if (never := self._why_never(state)) is not None:
             reason, detail = never
             self._outcomes.tell(state, reason, detail=detail)
@@ -304,6 +291,8 @@ class SchedulerSide:
                     offers = step.offers.get(request_id, ())
                     tables = partial(step.tables.__getitem__, request_id)
                     saves += self.saves.plan_step(state, self.opening.namespace, final_tokens, tables, offers)
+                elif state is not None and request_id in step.offers and self._awaits_hash(state):
+                    self.meters.add("connector_saves", outcome="not_hashed")  # a state, for good
             state = None
             audit = self._plan_audit(step)
         except BaseException:
@@ -327,8 +316,8 @@ class SchedulerSide:
             self._audits = self._lookups.audits = None  # rather than no loads any more; its leases end by themselves
             raise
 
-    def _saves(self, state: RequestState) -> bool:
-        """Whether pages of this request can be saved now."""
+    def _can_save(self, state: RequestState) -> bool:
+        """Whether pages of this request can be saved once its prompt is hashed, which has begun then."""
         if not self._settings.saves or not state.flags.save:
             return False
         if not self.is_ready or state.chain is None or state.save_stopped:
@@ -338,7 +327,14 @@ class SchedulerSide:
         if state.hashed is None:  # the request came before the namespace was open, or was preempted
             assert self.opening.namespace is not None
             self._lookups.start(state, self.opening.namespace)
-        if not state.is_hashed:
+        return True
+
+    def _awaits_hash(self, state: RequestState) -> bool:
+        return self._can_save(state) and not state.is_hashing_over
+
+    def _saves(self, state: RequestState) -> bool:
+        """Whether pages of this request can be saved now."""
+        if not self._can_save(state) or not state.is_hashed:
             return False
         state.learn_presence()
         return True

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from connector.facts import CellFacts, EngineFacts, GroupFacts
+from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.prefix_hash import PrefixChain
 from kvstore.api import (
@@ -32,7 +32,7 @@ from kvstore.errors import Closed
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.model.kinds import FullAttention
+from kvstore.model.kinds import FullAttention, GroupKind, Recurrent, SlidingWindow
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.store.limits import StoreLimits
@@ -205,6 +205,16 @@ class LoopBridge:
         """Do something with the store and wait for it."""
         return self._call(lambda: work(self.store))
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The thread does nothing inside the block."""
+        go_on = threading.Event()
+        self._loop.call_soon_threadsafe(go_on.wait)
+        try:
+            yield
+        finally:
+            go_on.set()
+
     def refuse_further_work(self) -> None:
         """From now on `submit` raises, as a closed client does."""
         self._closed = True
@@ -309,3 +319,21 @@ def records_of(
             header = HeaderV1(key, kind, span, 0, len(payload), 0, bytes(16), created_ms=1_700_000_000_000)
             records.append(seal(header, bytearray(HEADER_BYTES) + payload))
     return records
+
+
+CELLS = CellFacts(1, 1, 4, 4, 2, "bfloat16")
+STATE = StateFacts(((3, 4), (5, 5)), ("bfloat16", "float32"), (24, 100), True)
+
+
+def group(kind: GroupKind, feeds: tuple[int, ...]) -> GroupFacts:
+    """A group of three kinds of layers, in words."""
+    content = STATE if isinstance(kind, Recurrent) else CELLS
+    layers = tuple(f"layers.{feed}" for feed in feeds)
+    return GroupFacts(kind, layers, tuple(range(len(feeds))), feeds, BLOCK, content)
+
+
+FULL, WINDOW, STATES = (
+    group(FullAttention(), (1,)),
+    group(SlidingWindow(window_tokens=2 * BLOCK), (0, 2)),
+    group(Recurrent(), (0, 2)),
+)

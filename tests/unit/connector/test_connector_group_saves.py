@@ -7,26 +7,17 @@ from concurrent.futures import Future
 
 import pytest
 
-from connector.facts import CellFacts, GroupFacts, StateFacts
+from connector.facts import GroupFacts
 from connector.identity import CacheShape, read_shape
 from connector.jobs import RankReport, SaveJob
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.ledger import Ledger, RequestState
 from connector.scheduler.saves import Offer, Saves
 from kvstore.model.keys import NamespaceId
-from kvstore.model.kinds import FullAttention, GroupKind, Recurrent, SlidingWindow
 from kvstore.runtime.meters import Meters
-from tests.unit.connector.support import BLOCK, make_facts, tokens_of
+from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, make_facts, tokens_of
 
 NAMESPACE = NamespaceId(bytes(16))
-CELLS = CellFacts(1, 1, 4, 4, 2, "bfloat16")
-STATE = StateFacts(((3, 4), (5, 5)), ("bfloat16", "float32"), (24, 100), True)
-
-
-def group(kind: GroupKind, feeds: tuple[int, ...]) -> GroupFacts:
-    content = STATE if isinstance(kind, Recurrent) else CELLS
-    layers = tuple(f"layers.{feed}" for feed in feeds)
-    return GroupFacts(kind, layers, tuple(range(len(feeds))), feeds, BLOCK, content)
 
 
 def shape_of(*groups: GroupFacts) -> CacheShape:
@@ -77,13 +68,6 @@ class World:
 
 def spans(jobs: Sequence[SaveJob]) -> list[tuple[int, int, int]]:
     return [(job.group, job.start_tokens, job.stop_tokens) for job in jobs]
-
-
-FULL, WINDOW, STATES = (
-    group(FullAttention(), (1,)),
-    group(SlidingWindow(window_tokens=2 * BLOCK), (0, 2)),
-    group(Recurrent(), (0, 2)),
-)
 
 
 def test_pages_are_no_longer_than_the_window() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
+from connector.scheduler.saves import Offer
 from connector.scheduler.side import PromptFacts, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from tests.unit.connector.scheduler_world import BLOCK_BYTES, World, unready_world, world
-from tests.unit.connector.support import PAGE, eventually
+from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
 
 PAGE_BYTES = BLOCK_BYTES * 4
 
@@ -97,6 +99,38 @@ def test_before_the_prompt_is_hashed(at: World) -> None:
     assert stops(at.step({"a": 130})) == []
     state.hashed = hashed
     assert stops(at.step({"a": 170})) == [64, 128, 160]
+
+
+@pytest.mark.parametrize("fleeting", [STATES, WINDOW], ids=["states", "window"])
+def test_what_is_offered_once_is_not_computed_before_the_prompt_is_hashed(tmp_path: Path, fleeting: GroupFacts) -> None:
+    """Also where nothing is looked up for it: an engine that only saves computes a short prompt in its first step."""
+    with world(tmp_path, {"groups": (fleeting, FULL)}, mode="save") as at:
+        offers = [Offer(feed, 7, 160) for feed in fleeting.feed_groups]
+        with at.bridge.stopped():
+            state = at.new("a", 170)
+            assert at.side.matched_tokens("a", 0) is None
+        eventually(lambda: state.is_hashed)
+        assert at.side.matched_tokens("a", 0) == 0
+        at.side.on_allocated("a", [], 0)
+        tables = {"a": [tuple(range(100, 164))] * 3}
+        jobs = at.side.plan_step(StepFacts({"a": 170}, tables, {"a": offers} if fleeting is STATES else {}))
+        assert {job.group for job in jobs.saves} == {0, 1}
+        assert max(stops(jobs)) == 160
+
+
+def test_a_prompt_that_cannot_be_hashed_in_time_is_computed(tmp_path: Path) -> None:
+    with world(tmp_path, {"groups": (STATES, FULL)}, mode="save", lookup_timeout_ms=20) as at, at.bridge.stopped():
+        at.new("a", 170)
+        assert at.ask("a") == 0
+        assert stops(at.step({"a": 170}, offers={"a": [Offer(0, 7, 160)]})) == []
+        assert at.side.meters.get("connector_saves", outcome="not_hashed") == 1
+
+
+def test_pages_that_can_be_saved_later_are_not_waited_for(tmp_path: Path) -> None:
+    """Full attention keeps its blocks: the request is computed at once."""
+    with world(tmp_path, mode="save") as at, at.bridge.stopped():
+        at.new("a", 170)
+        assert at.side.matched_tokens("a", 0) == 0
 
 
 def test_a_prompt_that_cannot_be_hashed(at: World) -> None:
