@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -22,11 +23,10 @@ def line_of(text: str) -> list[dict[str, object]]:
 
 
 def test_the_ratio_of_a_repeat_is_that_of_medians() -> None:
-    """One slow run of either kind does not decide; the ceiling is one transfer, one copy and one token."""
+    """One slow run of either kind does not decide; the ceiling is one transfer, one copy and a hit in its own cache."""
     figures = repeat_ttft.Figures(
         recompute_s=[10.0, 12.0, 99.0],
-        local_s=[0.3] * 3,
-        one_token_s=[0.04] * 3,
+        local_s=[0.04] * 3,
         restored_s=[0.3, 0.2, 9.0],
         transfer_s=[0.05] * 3,
         copy_s=[0.01] * 3,
@@ -47,15 +47,17 @@ def test_the_ratio_of_a_repeat_is_that_of_medians() -> None:
 
 
 def test_a_restored_run_that_answers_otherwise_fails_the_benchmark() -> None:
-    """A figure of a run with another first token is not worth having."""
+    """A figure of a run with another answer is not worth having; the line stays JSON where tokens differ."""
     one = [1.0]
-    figures = repeat_ttft.Figures(one, one, one, one, one, one, one, outputs_equal=False)
-    _, failures = repeat_ttft.report([(MODELS["llama-demo"], 8192, figures)], None)
-    assert failures == ["llama-demo: a restored run's first token differs"]
+    figures = repeat_ttft.Figures(one, one, one, one, one, one, outputs_equal=False, difference=math.inf)
+    line, failures = repeat_ttft.report([(MODELS["llama-demo"], 8193, figures)], None)
+    assert failures == ["llama-demo: a restored run's answer is not that from an engine's own cache"]
+    assert line_of(line)[0]["logprob_difference"] is None
 
 
-def test_the_hybrid_leaves_one_token_behind_a_block() -> None:
-    """What stands behind the last block is computed anew: the prompt is chosen so that it is one token."""
+def test_prompts_leave_one_token_behind_a_block() -> None:
+    """What stands behind the last block is computed anew: prompts are chosen so that it is one token."""
+    assert MODELS["llama-demo"].prompt_tokens % 128 == 1
     assert MODELS["qwen3next-demo"].prompt_tokens % 640 == 1
 
 
