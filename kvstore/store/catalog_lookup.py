@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.model.layout import Layout
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -50,7 +52,7 @@ class CatalogLookup:
         every = list(range(len(query.boundaries)))
         try:
             complete = await self._is_complete(deadline)
-            ends = [index for index in every if query.boundaries[index].tokens % layout.page_tokens == 0]
+            ends = every if len(every) <= _AT_ONCE else _page_ends(query, layout)
             if len(every) <= max(_AT_ONCE, 2 * len(ends)):
                 await self._ask(presence, every, deadline, hot=hot, cold=cold)
             else:
@@ -88,6 +90,10 @@ class CatalogLookup:
             else:
                 presence.cold = found
         _note_sizes(presence, table)
+
+
+def _page_ends(query: PrefixQuery, layout: Layout) -> list[int]:
+    return [index for index, boundary in enumerate(query.boundaries) if boundary.tokens % layout.page_tokens == 0]
 
 
 def _placed(rows: npt.NDArray[np.uint8], indexes: list[int], presence: Presence, level: Level) -> npt.NDArray[np.uint8]:

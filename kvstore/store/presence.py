@@ -91,7 +91,7 @@ class PresenceFinder:
         presence = Presence(layout, query)
         if self._catalog is not None:
             held = self._memory.prefixes()
-            at = [index for index, boundary in enumerate(query.boundaries) if boundary.prefix in held]
+            at = [index for index, boundary in enumerate(query.boundaries) if boundary.prefix in held] if held else []
             self._look_in_memory(presence, [(index, group) for index in at for group in range(len(layout.groups))])
             if await self._catalog.fill(presence, deadline, hot=self._hot is not None, cold=self._cold is not None):
                 return presence
