@@ -15,6 +15,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.placement import Presence, inner_probes
 from kvstore.store.slices import PackedSlices
+from kvstore.tiers.gather import gather_all
 
 __all__ = ["CatalogLookup"]
 
@@ -47,32 +48,36 @@ class CatalogLookup:
         """Note what the catalog knows of a query's boundaries. True: it knows everything, no tier need be asked."""
         if self._clock.monotonic_s() < self._rests_until_s:
             return False
-        query, layout = presence.query, presence.layout
         deadline = deadline.earlier(deadline.remaining_s * _SHARE)
-        every = list(range(len(query.boundaries)))
         try:
-            complete = await self._is_complete(deadline)
-            ends = every if len(every) <= _AT_ONCE else _page_ends(query, layout)
-            if len(every) <= max(_AT_ONCE, 2 * len(ends)):
-                await self._ask(presence, every, deadline, hot=hot, cold=cold)
+            asking = self._ask_all(presence, deadline, hot=hot, cold=cold)
+            if self._clock.monotonic_s() - self._asked_s > _COMPLETE_S:
+                await gather_all([self._ask_complete(deadline), asking])  # no round trip more
             else:
-                await self._ask(presence, ends, deadline, hot=hot, cold=cold)
-                inner = {probe[0] for probe in inner_probes(layout, query, presence.complete)}
-                await self._ask(presence, sorted(inner.difference(ends)), deadline, hot=hot, cold=cold)
+                await asking
         except (Unavailable, Closed, CorruptRecord, InvalidRequest):
             self._meters.add("catalog_failures", call="lookup")
             self._rests_until_s = self._clock.monotonic_s() + _REST_S
             presence.hot, presence.cold = {}, {}
             return False
-        self._meters.add("catalog_lookups", complete=str(complete).lower())
-        return complete
-
-    async def _is_complete(self, deadline: Deadline) -> bool:
-        now_s = self._clock.monotonic_s()
-        if now_s - self._asked_s > _COMPLETE_S:
-            self._complete = await self._catalog.is_complete(deadline=deadline)
-            self._asked_s = now_s
+        self._meters.add("catalog_lookups", complete=str(self._complete).lower())
         return self._complete
+
+    async def _ask_complete(self, deadline: Deadline) -> None:
+        now_s = self._clock.monotonic_s()
+        self._complete = await self._catalog.is_complete(deadline=deadline)
+        self._asked_s = now_s
+
+    async def _ask_all(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> None:
+        query, layout = presence.query, presence.layout
+        every = list(range(len(query.boundaries)))
+        ends = every if len(every) <= _AT_ONCE else _page_ends(query, layout)
+        if len(every) <= max(_AT_ONCE, 2 * len(ends)):
+            await self._ask(presence, every, deadline, hot=hot, cold=cold)
+        else:
+            await self._ask(presence, ends, deadline, hot=hot, cold=cold)
+            inner = {probe[0] for probe in inner_probes(layout, query, presence.complete)}
+            await self._ask(presence, sorted(inner.difference(ends)), deadline, hot=hot, cold=cold)
 
     async def _ask(self, presence: Presence, indexes: list[int], deadline: Deadline, *, hot: bool, cold: bool) -> None:
         query = presence.query

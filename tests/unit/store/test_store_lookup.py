@@ -8,7 +8,12 @@ import pytest
 from store_world import MIB, fill, opened, slow_tier, soon, stage
 
 from kvstore.api import SaveOutcome
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.store.catalog_lookup import CatalogLookup
+from kvstore.store.placement import Presence
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import GuardedTier
@@ -137,3 +142,29 @@ class TestLookup:
         async with opened(prompt, hot=hot, cold=cold) as store:  # both together: the tail is in cold alone
             found = await store.lookup(prompt.query(), deadline=soon())
             assert found.resume_tokens == pages[-1] + 48
+
+
+class Together(DictCatalog):
+    """Answers neither question before it was asked both."""
+
+    def __init__(self) -> None:
+        super().__init__(CatalogBooks())
+        self.asked = asyncio.Barrier(2)
+
+    async def is_complete(self, *, deadline: Deadline) -> bool:
+        await self.asked.wait()
+        return True
+
+    async def lookup(self, namespace, prefixes, *, deadline):  # type: ignore[no-untyped-def]
+        await self.asked.wait()
+        return await super().lookup(namespace, prefixes, deadline=deadline)
+
+
+async def test_whether_the_catalog_is_complete_is_no_round_trip_more() -> None:
+    """It is asked beside the entries, once in a while."""
+    prompt, catalog, meters = Prompt(ATTENTION, "a", 250), Together(), Meters()
+    await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
+    lookup = CatalogLookup(catalog, meters, SYSTEM_CLOCK)
+    async with asyncio.timeout(5):
+        assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
+    assert meters.get("catalog_lookups", complete="true") == 1
