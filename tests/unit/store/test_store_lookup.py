@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from store_world import MIB, fill, opened, slow_tier, soon, stage
 
 from kvstore.api import SaveOutcome
+from kvstore.catalog.entry import EntryTable
+from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -155,7 +158,7 @@ class Together(DictCatalog):
         await self.asked.wait()
         return True
 
-    async def lookup(self, namespace, prefixes, *, deadline):  # type: ignore[no-untyped-def]
+    async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
         await self.asked.wait()
         return await super().lookup(namespace, prefixes, deadline=deadline)
 
