@@ -19,10 +19,11 @@ from connector.device.base import PageGather, Ticket
 from connector.jobs import RankReport, SaveJob
 from connector.scheduler.bridge import Bridge
 from connector.worker.groups import RankGroup
+from connector.worker.spare_time import SpareTime
 from connector.worker.staging import BufferPool, RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
-from kvstore.codec import CodecPool, encode, max_payload_bytes
+from kvstore.codec import encode, max_payload_bytes
 from kvstore.errors import Closed, KVStoreError
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, seal
@@ -49,7 +50,8 @@ class Saver:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
         page_tokens: Tokens per page.
-        pool: Threads for encoding.
+        threads: For encoding.
+        patience_s: How long a page may wait for idle processors while there is room for others.
         buffers: Host memory for pages in flight.
         memory: Where records are made.
         meters: Counters.
@@ -61,7 +63,8 @@ class Saver:
         groups: Sequence[RankGroup],
         *,
         page_tokens: int,
-        pool: CodecPool,
+        threads: SpareTime,
+        patience_s: float,
         buffers: BufferPool,
         memory: RecordMemory,
         meters: Meters,
@@ -69,7 +72,8 @@ class Saver:
         self._bridge = bridge
         self._groups = tuple(groups)
         self._page_tokens = page_tokens
-        self._pool = pool
+        self._threads = threads
+        self._patience_s = patience_s
         self._buffers = buffers
         self._memory = memory
         self._meters = meters
@@ -175,11 +179,14 @@ class Saver:
         deadline = Deadline.after(_SAVE_DEADLINE_S)
         room = HEADER_BYTES + max_payload_bytes(gathered.page.numel())
         try:
-            # scratch memory on top of the page buffers: bounded by the pool, which admits a few jobs at a time
+            # scratch memory on top of the page buffers: bounded by the threads, which admit a few jobs at a time
             buffer = self._memory.take(room)
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
-            record = await self._pool.run(room, lambda: _seal(gathered, buffer), deadline=deadline)
+            patience_s = 0.0 if self._buffers.is_half_used else self._patience_s
+            record = await self._threads.run(
+                room, lambda: _seal(gathered, buffer), patience_s=patience_s, deadline=deadline
+            )
         finally:
             # even if it has not arrived: whatever is copied there next is ordered after this copy
             self._buffers.put(gathered.page)

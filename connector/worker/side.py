@@ -20,10 +20,12 @@ from connector.worker.groups import RankGroup, prove_group
 from connector.worker.loader import Loader
 from connector.worker.saver import Saver
 from connector.worker.self_check import check_round_trip
+from connector.worker.spare_time import SpareTime
 from connector.worker.staging import BufferPool, RecordMemory
 from connector.worker.warm import Warmer, memory_ranges
-from kvstore.codec import CodecPool
+from kvstore.codec import CodecPool, max_payload_bytes
 from kvstore.errors import InvalidRequest
+from kvstore.format.record import HEADER_BYTES
 from kvstore.runtime.meters import Meters
 
 __all__ = ["WorkerSide"]
@@ -31,6 +33,8 @@ __all__ = ["WorkerSide"]
 _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
 _EMPTY_STEP_S = 0.005
+_PATIENCE_S = 1.0
+"""How long a page waits for idle processors before it is encoded beside the engine's computing."""
 _PREPARED_BYTES = 64 << 20
 """Bytes of save buffers that are warm for the engine's first steps."""
 
@@ -50,11 +54,9 @@ class WorkerSide:
         self._shape = shape
         self._bridge = bridge
         self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
-        limit_bytes = max(settings.pinned_bytes // 2, 64 << 20)
-        self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=limit_bytes)
-        # Loads, for which requests wait, never queue behind saves. Saves have fewer threads, not slower ones: a thread
-        # of low priority may hold the interpreter's lock while it is not scheduled, which stalls the engine.
-        self._save_pool = CodecPool(num_threads=max(1, self._num_threads // 2), limit_bytes=limit_bytes)
+        self._limit_bytes = max(settings.pinned_bytes // 2, 64 << 20)
+        self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
+        self._save_threads: SpareTime | None = None
         self._memory: RecordMemory | None = None
         self.meters = Meters()
         self.refusal: str | None = "cache tensors were not registered"
@@ -85,12 +87,20 @@ class WorkerSide:
             self.refusal = str(error)
             return
         page_bytes, pages = self._largest_slice_bytes(), BufferPool(save_bytes, device.host_memory)
+        # loads, for which requests wait, never queue behind saves
+        self._save_threads = SpareTime(
+            num_threads=max(1, self._num_threads // 2),
+            job_bytes_max=HEADER_BYTES + max_payload_bytes(self._largest_page_bytes()),
+            limit_bytes=self._limit_bytes,
+        )
         self._memory = RecordMemory()
         self.saver = Saver(
             self._bridge,
             self.groups,
             page_tokens=self._shape.layout.page_tokens,
-            pool=self._save_pool,
+            threads=self._save_threads,
+            # an engine that only saves does so for others, who wait for its pages
+            patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
             buffers=pages,
             memory=self._memory,
             meters=self.meters,
@@ -184,5 +194,6 @@ class WorkerSide:
             self._memory.close()
         if self._warmer is not None:
             self._warmer.stop()
-        self._save_pool.close()
+        if self._save_threads is not None:
+            self._save_threads.close()
         self._pool.close()

@@ -82,6 +82,11 @@ class BufferPool:
     def used_bytes(self) -> int:
         return self._used_bytes
 
+    @property
+    def is_half_used(self) -> bool:
+        """Whether half of the limit, or more, is in use."""
+        return 2 * self._used_bytes >= self._limit_bytes
+
 
 class RecordMemory:
     """Memory for records in flight; a buffer's memory is reused once nobody holds it, connections included.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -183,3 +185,16 @@ def test_many_threads_and_one_budget() -> None:
     pool.close()
     assert (done, now, pool.usage.used_bytes) == (800, 0, 0)
     assert peak <= 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+async def test_a_nice_pool_leaves_the_processors_to_others() -> None:
+    """Its threads have the niceness that was asked for, and nobody else has."""
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, pool = niceness(), CodecPool(num_threads=1, limit_bytes=100, niceness=7)
+    assert await pool.run(1, niceness, deadline=soon()) == 7
+    assert niceness() == before
+    pool.close()

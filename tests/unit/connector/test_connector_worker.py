@@ -176,8 +176,11 @@ def test_no_buffer_no_waiting(rank: Make) -> None:
     """With host memory for one page and threads that do not get on, a second page fails at once: nobody waits."""
     source = rank(pinned_bytes=1)
     go_on = threading.Event()
+    threads = source.side._save_threads
+    assert threads is not None
     for _ in range(source.side._num_threads):
-        source.side._save_pool._executor.submit(go_on.wait, 10)
+        for pool in (threads._spare, threads._normal):
+            pool._executor.submit(go_on.wait, 10)
     start = time.monotonic()
     source.side.save(source.jobs((64, 128)))
     assert time.monotonic() - start < 5
