@@ -39,6 +39,8 @@ class SpareTime:
     async def run(self, num_bytes: int, work: Callable[[], Result], *, patience_s: float, deadline: Deadline) -> Result:
         """Run `work` and return its result, as `CodecPool.run`; after `patience_s` without a start at normal priority.
 
+        `work` raises no `Unavailable`: that would be taken for a wait that was too long.
+
         Raises:
             Unavailable: It could not start until the deadline.
             InvalidRequest: It is larger than the largest job.

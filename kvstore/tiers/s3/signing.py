@@ -1,7 +1,7 @@
 """Signatures of requests for whole objects: AWS Signature Version 4, payload unsigned, no query.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html. botocore's signer derives the day's key
-for each request and copies the request's fields several times: half of what a GET of 1 MiB costs in Python.
+for each request and copies the request's fields several times: much of what a GET of 1 MiB costs in Python.
 """
 
 from __future__ import annotations
