@@ -198,3 +198,15 @@ async def test_a_nice_pool_leaves_the_processors_to_others() -> None:
     assert await pool.run(1, niceness, deadline=soon()) == 7
     assert niceness() == before
     pool.close()
+
+
+async def test_threads_that_may_not_be_nice_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a sandbox forbids a lower priority, jobs run at the one that there is."""
+
+    def forbidden(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.setpriority", forbidden)
+    pool = CodecPool(num_threads=1, limit_bytes=100, niceness=7)
+    assert await pool.run(1, lambda: 42, deadline=soon()) == 42
+    pool.close()

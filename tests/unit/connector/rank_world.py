@@ -183,4 +183,7 @@ def ranks_on(bridge: LoopBridge) -> Iterator[Make]:
         one.side.shutdown()
         assert one.side.saver is not None
         assert one.side.saver._buffers.used_bytes == 0, "buffers leaked"
+        assert one.side._save_threads is not None
+        assert one.side._save_threads._spare.usage.used_bytes == 0
+        assert one.side._save_threads._normal.usage.used_bytes == 0
         assert one.side._pool.usage.used_bytes == 0

@@ -19,6 +19,8 @@ from kvstore.runtime.deadline import Deadline
 
 JOB_BYTES = 100
 
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+
 
 @pytest.fixture
 def threads() -> Iterator[SpareTime]:
@@ -47,7 +49,7 @@ async def occupied(threads: SpareTime, gate: threading.Event) -> list[asyncio.Ta
     return jobs
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+@on_linux
 async def test_jobs_give_way_to_all_others(threads: SpareTime) -> None:
     """A job runs at the lowest priority, which no other thread gets by it."""
     before = niceness()
@@ -55,7 +57,7 @@ async def test_jobs_give_way_to_all_others(threads: SpareTime) -> None:
     assert niceness() == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+@on_linux
 async def test_a_job_that_waited_runs_as_all_others(threads: SpareTime) -> None:
     """While others hold the idle time, a job starts after its patience, at the priority of its process."""
     gate = threading.Event()
@@ -67,7 +69,7 @@ async def test_a_job_that_waited_runs_as_all_others(threads: SpareTime) -> None:
     assert await asyncio.gather(*jobs) == [True, True]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+@on_linux
 async def test_without_patience_nothing_waits(threads: SpareTime) -> None:
     """A job that may not wait runs at the priority of its process at once."""
     assert await threads.run(JOB_BYTES, niceness, patience_s=0.0, deadline=soon()) == niceness()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +17,7 @@ from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
 from kvstore.api import SaveOutcome
 from kvstore.client import trace_parent
+from kvstore.codec import encode
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
@@ -194,6 +197,33 @@ def test_no_buffer_no_waiting(rank: Make) -> None:
     report = source.side.take_report()
     assert report is not None
     assert (report.saves_done, report.saves_failed) == ({0: 1}, set())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+@pytest.mark.parametrize(
+    ("settings", "holds_back"),
+    [({}, True), ({"mode": "save"}, False), ({"pinned_bytes": 1}, False)],
+    ids=["with room", "saves for others", "without room"],
+)
+def test_saves_leave_the_processors_to_the_engine(
+    rank: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], holds_back: bool
+) -> None:
+    """Pages are encoded at the lowest priority; not where others wait for them, nor where buffers run out."""
+    seen: set[int] = set()
+
+    def watched(*given: Any, **more: Any) -> Any:
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return encode(*given, **more)
+
+    monkeypatch.setattr("connector.worker.saver.encode", watched)
+    source = rank(**settings)
+    source.side.save(source.jobs((64,)))
+    assert source.side.saver is not None
+    assert source.side.saver.drain(60)
+    report = source.side.take_report()
+    assert report is not None
+    assert report.saves_failed == set()
+    assert seen == {19 if holds_back else os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def test_drain(rank: Make, bridge: LoopBridge) -> None:
