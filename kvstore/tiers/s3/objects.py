@@ -1,6 +1,6 @@
 """GET and PUT of records, with botocore's credentials and over connections of our own: the byte path of the tier.
 
-aioboto3 spends several times the processor time on each byte; `make bench-store` prints what this path costs.
+aioboto3 delivers a body in pieces that are copied again; `make bench-store` prints what this path costs.
 """
 
 from __future__ import annotations
