@@ -253,7 +253,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take the ranks' reports of what they hold, and make the scheduler side."""
-        proofs = {rank: proof for (_, rank), proof in sorted(metadata.items()) if isinstance(proof, _RankProof)}
+        ranks = [proof for _, proof in sorted(metadata.items())]  # by stage and rank in it, as vLLM counts them
+        proofs = {rank: proof for rank, proof in enumerate(ranks) if isinstance(proof, _RankProof)}
         if self._settings.mode == "off":
             return
         if not proofs:
@@ -284,7 +285,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             cache_folder=cache_folder(),
             rank_refusals={rank: proof.refusal for rank, proof in proofs.items()},
         )
-        self._publish_events(shape, facts.tp_size)
+        self._publish_events(shape, facts.num_ranks)
         if self._pins is not None:
             self.scheduler_side.bind_pins(self._pins)
 

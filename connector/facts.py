@@ -74,31 +74,43 @@ class GroupFacts:
 
     Attributes:
         kind: Which records make a boundary resumable.
-        layer_names: The layers.
-        feeds: For each layer the index in `feed_groups` of the block table that places it.
-        feed_groups: vLLM's groups that the layers are in, ascending.
+        stages: The names of the layers of each pipeline stage; there is one stage where there is no pipeline.
+        feeds: For each layer on this rank the index in `feed_groups` of the block table that places it.
+        feed_groups: vLLM's groups that the layers of all stages are in, ascending.
         block_tokens: Tokens of a block of these groups.
         content: What a layer keeps.
         packing: What the bytes inside a block depend on, e.g. backend and instruction set; part of the namespace.
         drafts: The layers of a draft model (EAGLE, MTP). What a block's last token holds depends on the token after
             it, which its prefix hash does not cover: a wrong draft costs acceptance, the target model verifies it.
+        stage: This rank's stage.
     """
 
     kind: GroupKind
-    layer_names: tuple[str, ...]
+    stages: tuple[tuple[str, ...], ...]
     feeds: tuple[int, ...]
     feed_groups: tuple[int, ...]
     block_tokens: int
     content: CellFacts | StateFacts
     packing: Mapping[str, str | int] = field(default_factory=dict)
     drafts: bool = False
+    stage: int = 0
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers on this rank."""
+        return self.stages[self.stage]
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the stage that has most of them."""
+        return max(map(len, self.stages))
 
     @property
     def rank_block_bytes(self) -> int:
-        """Content of one block (or state) of all layers on one rank."""
+        """Content of one block (or state) of all layers on one rank, of the stage that has most of them."""
         if isinstance(self.content, StateFacts):
-            return len(self.layer_names) * self.content.num_bytes
-        return len(self.layer_names) * self.block_tokens * self.content.rank_heads * self.content.token_bytes
+            return self.most_layers * self.content.num_bytes
+        return self.most_layers * self.block_tokens * self.content.rank_heads * self.content.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +127,10 @@ class EngineFacts:
         device: `cpu` or `cuda`.
         scheduler_block_tokens: Hits end on multiples of this; a multiple of every group's block.
         num_blocks: Blocks of the engine's cache.
-        tp_rank: This rank (0 on the scheduler side).
+        tp_rank: This rank of its pipeline stage (0 on the scheduler side).
         tp_size: Tensor-parallel size.
+        pp_rank: This rank's pipeline stage (0 on the scheduler side).
+        pp_size: Pipeline stages.
         groups: The canonical groups, in the order of their first layer; empty when the model is not supported.
         unsupported: Why the connector stays out of the way, or `None`.
         load_failure_policy: vLLM's `kv_load_failure_policy`.
@@ -150,3 +164,10 @@ class EngineFacts:
     adapter_rules: Mapping[str, str] = field(default_factory=dict)
     media_rules: Mapping[str, Any] = field(default_factory=dict)
     retention_tokens: int | None = None
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine: all of them answer each load and save."""
+        return self.tp_size * self.pp_size

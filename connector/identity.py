@@ -66,7 +66,7 @@ def read_shape(facts: EngineFacts) -> CacheShape | str:
     if boundary % lcm(*(group.block_tokens for group in facts.groups)):
         return f"blocks do not end at the scheduler's boundaries of {boundary} tokens"
     try:
-        groups = tuple(_share_out(group, facts.tp_size) for group in facts.groups)
+        groups = tuple(_share_out(group, facts) for group in facts.groups)
     except InvalidRequest as error:
         return str(error)
     layout = Layout(
@@ -76,17 +76,17 @@ def read_shape(facts: EngineFacts) -> CacheShape | str:
     return CacheShape(layout, groups, boundary)
 
 
-def _share_out(group: GroupFacts, ranks: int) -> GroupShape:
-    content = group.content
+def _share_out(group: GroupFacts, engine: EngineFacts) -> GroupShape:
+    content, ranks, stages = group.content, engine.tp_size, engine.pp_size
     if isinstance(content, StateFacts):
-        bands = layer_bands(len(group.layer_names), content.num_bytes)
+        bands = layer_bands([len(names) for names in group.stages], content.num_bytes)
         # a rank's share cannot be divided for another number of ranks, so there are as many shares as ranks
-        slices = SliceGrid(bands, ranks) if content.replicated else SliceGrid(bands * ranks)
-        return GroupShape(group, slices, None)
+        shares, replicas = (1, ranks) if content.replicated else (ranks, 1)
+        return GroupShape(group, SliceGrid(bands * shares, replicas, stages), None)
     if isinstance(group.kind, Latent):
-        return GroupShape(group, SliceGrid(1, ranks), LATENT_GRID)
+        return GroupShape(group, SliceGrid(1, ranks, stages), LATENT_GRID)
     heads = head_grid(content.total_heads)
-    return GroupShape(group, heads_on_ranks(heads, content.rank_heads, ranks), heads)
+    return GroupShape(group, heads_on_ranks(heads, content.rank_heads, ranks, stages), heads)
 
 
 def _page_tokens(groups: tuple[GroupShape, ...], boundary: int) -> int:
@@ -96,7 +96,7 @@ def _page_tokens(groups: tuple[GroupShape, ...], boundary: int) -> int:
     for group in groups:
         content = group.facts.content
         assert isinstance(content, CellFacts) and group.heads is not None
-        token_bytes = content.token_bytes * group.heads.heads_per_slice * len(group.facts.layer_names)
+        token_bytes = content.token_bytes * group.heads.heads_per_slice * group.facts.most_layers
         wanted.append(page_tokens_for(token_bytes, content.element_bytes, boundary))
     return within_windows(min(wanted), (group.facts.kind for group in groups), boundary)
 
@@ -105,7 +105,8 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
     """The description that the service turns into a namespace.
 
     What is in it must be equal for pages to be interchangeable; what is not (paths, hash algorithm of vLLM, cache
-    size, and the tensor-parallel size except for recurrent states) must not matter.
+    size, and the tensor-parallel size except for recurrent states) must not matter. A pipeline's stages do: a record is
+    of the layers of one stage.
     """
     return NamespaceDescription.from_fields(
         {
@@ -125,7 +126,10 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
 
 def _note(group: GroupShape, ranks: int) -> Mapping[str, Any]:
     facts, content = group.facts, group.facts.content
-    note: dict[str, Any] = {"layers": list(facts.layer_names), "packing": dict(facts.packing)}
+    layers = [name for names in facts.stages for name in names]
+    note: dict[str, Any] = {"layers": layers, "packing": dict(facts.packing)}
+    if len(facts.stages) > 1:
+        note["pipeline_stages"] = [len(names) for names in facts.stages]
     if facts.drafts:
         note["drafts"] = True
     if isinstance(content, StateFacts):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
@@ -59,7 +60,8 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     unsupported = None
     try:
         _refuse_unsupported_engines(vllm_config)
-        groups = _read_groups(vllm_config, kv_cache_config)
+        stages = _tell_stages(parallel, _read_layers(vllm_config, kv_cache_config))
+        groups = _group(stages, _stage_of(parallel))
     except _Unsupported as reason:
         unsupported = str(reason)
     return EngineFacts(
@@ -72,6 +74,8 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         num_blocks=kv_cache_config.num_blocks,
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
         tp_size=parallel.tensor_parallel_size,
+        pp_rank=_stage_of(parallel),
+        pp_size=parallel.pipeline_parallel_size,
         groups=groups,
         unsupported=unsupported,
         load_failure_policy=str(vllm_config.kv_transfer_config.kv_load_failure_policy),
@@ -93,8 +97,6 @@ def _refuse_unsupported_engines(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
         raise _Unsupported(f"vLLM {vllm.__version__} is not supported, only {', '.join(SUPPORTED_VLLM)}")
-    if parallel.pipeline_parallel_size != 1:
-        raise _Unsupported("pipeline parallelism is not supported: the layers of a page are on one rank")
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
         raise _Unsupported("context parallelism (DCP, PCP) is not supported: its interleaved tokens are not proven")
     if vllm_config.model_config.is_diffusion:
@@ -112,34 +114,71 @@ class _Layer:
     vllm_group: int
 
 
-def _read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[GroupFacts, ...]:
-    """All layers by kind and spec, regardless of vLLM's groups."""
-    layers: dict[tuple[Any, ...], list[_Layer]] = {}
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if index not in kv_cache_config.prefix_cacheable_group_ids:
-            raise _Unsupported("the model has caches that vLLM does not cache by prefix (rings, replayed windows)")
-        for name, spec in _layer_specs(group):
-            content = _read_content(vllm_config, spec)
-            packing = _packing(vllm_config, name, spec)
-            key = (_kind_of(spec), content, spec.block_size, group.is_eagle_group, packing)
-            layers.setdefault(key, []).append(_Layer(name, index))
+_Layers = dict[tuple[Any, ...], list[_Layer]]
+"""The layers of one stage by kind and spec, regardless of vLLM's groups."""
+
+
+def _read_layers(vllm_config: Any, kv_cache_config: Any) -> _Layers | str:
+    """The layers on this rank, or why they cannot be cached."""
+    layers: _Layers = {}
+    try:
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            if index not in kv_cache_config.prefix_cacheable_group_ids:
+                raise _Unsupported("the model has caches that vLLM does not cache by prefix (rings, replayed windows)")
+            for name, spec in _layer_specs(group):
+                content = _read_content(vllm_config, spec)
+                packing = _packing(vllm_config, name, spec)
+                key = (_kind_of(spec), content, spec.block_size, group.is_eagle_group, packing)
+                layers.setdefault(key, []).append(_Layer(name, index))
+    except _Unsupported as reason:
+        return str(reason)
+    return layers
+
+
+def _stage_of(parallel: Any) -> int:
+    return int(parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size)
+
+
+def _tell_stages(parallel: Any, mine: _Layers | str) -> list[_Layers]:
+    """What every pipeline stage holds. vLLM tells a rank of its own layers only, so the ranks tell each other.
+
+    Every rank of a pipeline must call this, also one whose layers cannot be cached: the others wait for it.
+    """
+    stages = [mine]
+    if parallel.pipeline_parallel_size > 1:
+        stages = [""] * parallel.pipeline_parallel_size
+        torch.distributed.all_gather_object(stages, mine, group=get_pp_group().cpu_group)
+    held: list[_Layers] = []
+    for number, stage in enumerate(stages):
+        if isinstance(stage, str):
+            raise _Unsupported(stage)
+        if held and stage.keys() != held[0].keys():
+            raise _Unsupported(f"pipeline stages 0 and {number} do not hold layers of the same kinds")
+        held.append(stage)
+    return held
+
+
+def _group(stages: Sequence[_Layers], number: int) -> tuple[GroupFacts, ...]:
+    """The canonical groups, the same on all stages, as stage `number` holds them."""
     groups = []
-    for (kind, content, block_tokens, drafts, packing), members in layers.items():
-        members.sort(key=lambda layer: _model_order(layer.name))
-        feed_groups = tuple(sorted({layer.vllm_group for layer in members}))
+    for key in stages[0]:
+        kind, content, block_tokens, drafts, packing = key
+        members = [sorted(stage[key], key=lambda layer: _model_order(layer.name)) for stage in stages]
+        feed_groups = tuple(sorted({layer.vllm_group for layers in members for layer in layers}))
         groups.append(
             GroupFacts(
                 kind=kind,
-                layer_names=tuple(layer.name for layer in members),
-                feeds=tuple(feed_groups.index(layer.vllm_group) for layer in members),
+                stages=tuple(tuple(layer.name for layer in layers) for layers in members),
+                feeds=tuple(feed_groups.index(layer.vllm_group) for layer in members[number]),
                 feed_groups=feed_groups,
                 block_tokens=block_tokens,
                 content=content,
                 packing=dict(packing),
                 drafts=drafts,
+                stage=number,
             )
         )
-    return tuple(sorted(groups, key=lambda group: (group.drafts, _model_order(group.layer_names[0]))))
+    return tuple(sorted(groups, key=lambda group: (group.drafts, _model_order(group.stages[0][0]))))
 
 
 def _layer_specs(group: Any) -> Iterator[tuple[str, Any]]:

@@ -14,12 +14,16 @@ __all__ = ["LATENT_GRID", "latent_pages"]
 LATENT_GRID = HeadGrid(num_heads=1, num_slices=1)
 
 
-def latent_pages(layers: Sequence[LayerGeometry]) -> AttentionPages:
+def latent_pages(layers: Sequence[LayerGeometry], *, held_slice: int = 0) -> AttentionPages:
     """The page plan of a latent group: layer, token, channels.
+
+    Args:
+        layers: Where the layers' bytes are.
+        held_slice: The slice that they are.
 
     Raises:
         InvalidRequest: A layer has heads, so that it is not one vector per token.
     """
     if any(layer.heads != 1 for layer in layers):
         raise InvalidRequest("a latent cache has one vector per token", heads=max(layer.heads for layer in layers))
-    return AttentionPages(grid=LATENT_GRID, first_slice=0, layers=layers)
+    return AttentionPages(grid=LATENT_GRID, first_slice=held_slice, layers=layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import gcd
 
 from connector.canonical.runs import BlockRun, LayerGeometry
 from kvstore.errors import InvalidRequest
@@ -17,14 +18,16 @@ __all__ = ["StatePages", "layer_bands"]
 _RECORD_BYTES = 4 << 20
 
 
-def layer_bands(num_layers: int, layer_bytes: int) -> int:
-    """Number of equal bands of layers so that one band's state stays near 4 MiB."""
+def layer_bands(stage_layers: Sequence[int], layer_bytes: int) -> int:
+    """Number of bands that the layers of each pipeline stage are divided into, equal in each, so that one band's state
+    stays near 4 MiB."""
+    bands_max = gcd(*stage_layers)
     fitting = [
         bands
-        for bands in range(1, num_layers + 1)
-        if num_layers % bands == 0 and num_layers // bands * layer_bytes <= _RECORD_BYTES
+        for bands in range(1, bands_max + 1)
+        if bands_max % bands == 0 and max(stage_layers) // bands * layer_bytes <= _RECORD_BYTES
     ]
-    return min(fitting, default=num_layers)
+    return min(fitting, default=bands_max)
 
 
 class StatePages:

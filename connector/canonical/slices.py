@@ -30,32 +30,40 @@ class HeadGrid:
 
 @dataclass(frozen=True, slots=True)
 class SliceGrid:
-    """The slices of one group and how one engine's tensor-parallel ranks share them.
+    """The slices of one group and how one engine's ranks share them.
 
-    Neighbouring ranks that hold the same bytes are replicas: all of them read a slice, one of them writes it.
+    Each pipeline stage has slices of its own, of its layers, one stage's after the other's; its tensor-parallel ranks
+    share them. Neighbouring ranks that hold the same bytes are replicas: all read a slice, one of them writes it.
 
     Attributes:
-        num_slices: Of the whole model.
-        replicas: Ranks that hold the same slices.
+        stage_slices: Of one stage.
+        replicas: Ranks of a stage that hold the same slices.
+        num_stages: Pipeline stages.
     """
 
-    num_slices: int
+    stage_slices: int
     replicas: int = 1
+    num_stages: int = 1
 
-    def slices_of(self, rank: int, num_ranks: int) -> range:
-        """The slices that one of `num_ranks` ranks holds whole.
+    @property
+    def num_slices(self) -> int:
+        """Of the whole model."""
+        return self.num_stages * self.stage_slices
+
+    def slices_of(self, rank: int, num_ranks: int, stage: int = 0) -> range:
+        """The slices that one of `num_ranks` ranks of a stage holds whole.
 
         Raises:
             InvalidRequest: A slice would be split between ranks.
         """
         shards = num_ranks // self.replicas
-        if num_ranks % self.replicas or self.num_slices % shards:
+        if num_ranks % self.replicas or self.stage_slices % shards:
             raise InvalidRequest(
-                "the tensor-parallel size must divide the slice grid", tp=num_ranks, num_slices=self.num_slices
+                "the tensor-parallel size must divide the slice grid", tp=num_ranks, num_slices=self.stage_slices
             )
-        share = self.num_slices // shards
-        shard = rank // self.replicas
-        return range(shard * share, (shard + 1) * share)
+        share = self.stage_slices // shards
+        first = stage * self.stage_slices + rank // self.replicas * share
+        return range(first, first + share)
 
     def writes(self, rank: int, prefix: bytes) -> bool:
         """Whether this rank is the one of its replicas that writes the record of `prefix`: they take turns."""
@@ -68,8 +76,8 @@ def head_grid(num_heads: int) -> HeadGrid:
     return HeadGrid(num_heads, num_slices)
 
 
-def heads_on_ranks(grid: HeadGrid, rank_heads: int, num_ranks: int) -> SliceGrid:
-    """The shares of the heads on an engine whose ranks hold `rank_heads` each.
+def heads_on_ranks(grid: HeadGrid, rank_heads: int, num_ranks: int, num_stages: int = 1) -> SliceGrid:
+    """The shares of the heads on an engine whose stages have `num_ranks` ranks that hold `rank_heads` each.
 
     Raises:
         InvalidRequest: Ranks hold parts of shares, or overlap without being replicas.
@@ -79,6 +87,6 @@ def heads_on_ranks(grid: HeadGrid, rank_heads: int, num_ranks: int) -> SliceGrid
         raise InvalidRequest(
             "the KV heads are not shared out evenly", heads=grid.num_heads, tp=num_ranks, per_rank=rank_heads
         )
-    shares = SliceGrid(grid.num_slices, replicas)
+    shares = SliceGrid(grid.num_slices, replicas, num_stages)
     shares.slices_of(0, num_ranks)
     return shares

@@ -88,7 +88,7 @@ class SchedulerSide:
         )
         self.saves = Saves(
             shape,
-            num_ranks=facts.tp_size,
+            num_ranks=facts.num_ranks,
             limit_bytes=settings.pinned_bytes // 2,
             ledger=self.ledger,
             meters=self.meters,
@@ -98,7 +98,7 @@ class SchedulerSide:
         self._audits: Audits | None = None
         if settings.audit_rate > 0:
             self._audits = Audits(
-                settings.audit_rate, shape, bridge, num_ranks=facts.tp_size, meters=self.meters, clock=clock
+                settings.audit_rate, shape, bridge, num_ranks=facts.num_ranks, meters=self.meters, clock=clock
             )
             self._lookups.audits = self._audits
         self._loads: list[LoadJob] = []

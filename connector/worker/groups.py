@@ -65,7 +65,7 @@ def prove_group(
     Raises:
         InvalidRequest: The tensors do not match the facts, or the pages do not hold every content byte exactly once.
     """
-    held = shape.slices.slices_of(engine.tp_rank, engine.tp_size)
+    held = shape.slices.slices_of(engine.tp_rank, engine.tp_size, engine.pp_rank)
     geometries = []
     for name, layer in zip(shape.facts.layer_names, layers, strict=True):
         geometry = _geometry(name, layer)
@@ -76,7 +76,7 @@ def prove_group(
         num_bands = len(held)
         plan = StatePages(num_bands=num_bands, first_slice=held.start, layers=geometries)
     elif isinstance(shape.facts.kind, Latent):
-        plan = latent_pages(geometries)
+        plan = latent_pages(geometries, held_slice=held.start)
     else:
         plan = AttentionPages(grid=shape.heads, first_slice=held.start, layers=geometries)
     prove_tiling(plan, held, [geometry.content() for geometry in geometries], 1 if shape.is_state else 2)

@@ -138,8 +138,8 @@ class WorkerSide:
         return open_device(where, ring_bytes=save_bytes, page_bytes_max=page_bytes, num_lanes=self._num_threads)
 
     def _largest_slice_bytes(self) -> int:
-        slices = [group.slices.slices_of(self._facts.tp_rank, self._facts.tp_size) for group in self._shape.groups]
-        return max(self._page_bytes(group) // len(held) for group, held in zip(self._shape.groups, slices, strict=True))
+        held = [len(group.slices.slices_of(0, self._facts.tp_size)) for group in self._shape.groups]
+        return max(self._page_bytes(group) // slices for group, slices in zip(self._shape.groups, held, strict=True))
 
     def _largest_page_bytes(self) -> int:
         return max(map(self._page_bytes, self._shape.groups))

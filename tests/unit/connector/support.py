@@ -247,7 +247,7 @@ def bridge_to_memory() -> Iterator[LoopBridge]:
 
 
 def make_facts(**changes: Any) -> EngineFacts:
-    """An engine with two layers, two heads and blocks of 16 tokens."""
+    """An engine with two layers a stage, two heads and blocks of 16 tokens."""
     cells: dict[str, Any] = {
         "rank_heads": 2,
         "total_heads": 2,
@@ -257,14 +257,16 @@ def make_facts(**changes: Any) -> EngineFacts:
         "dtype": "float32",
     }
     cells.update({name: changes.pop(name) for name in list(changes) if name in cells})
+    stages = tuple((f"layer.{2 * stage}", f"layer.{2 * stage + 1}") for stage in range(changes.get("pp_size", 1)))
     attention = GroupFacts(
         kind=FullAttention(),
-        layer_names=("layer.0", "layer.1"),
+        stages=stages,
         feeds=(0, 0),
         feed_groups=(0,),
         block_tokens=BLOCK,
         content=CellFacts(**cells),
         packing={"backend": "test"},
+        stage=changes.get("pp_rank", 0),
     )
     values: dict[str, Any] = {
         "model_path": "/nowhere/model",
@@ -329,7 +331,7 @@ def group(kind: GroupKind, feeds: tuple[int, ...]) -> GroupFacts:
     """A group of three kinds of layers, in words."""
     content = STATE if isinstance(kind, Recurrent) else CELLS
     layers = tuple(f"layers.{feed}" for feed in feeds)
-    return GroupFacts(kind, layers, tuple(range(len(feeds))), feeds, BLOCK, content)
+    return GroupFacts(kind, (layers,), tuple(range(len(feeds))), feeds, BLOCK, content)
 
 
 FULL, WINDOW, STATES = (

@@ -20,7 +20,7 @@ def facts(*, hybrid: bool = False, **changes: Any) -> EngineFacts:
     plain = make_facts(**changes)
     if not hybrid:
         return plain
-    state = replace(plain.groups[0], kind=Recurrent(), content=STATE, layer_names=("layer.2",), feeds=(0,))
+    state = replace(plain.groups[0], kind=Recurrent(), content=STATE, stages=(("layer.2",),), feeds=(0,))
     return replace(plain, groups=(*plain.groups, state))
 
 

@@ -1,9 +1,10 @@
-"""Canonical pages: slices of the heads, lengths of pages, and a proof that finds every way to be wrong."""
+"""Canonical pages: their lengths, and a proof that finds every way to be wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 
 import pytest
 from hypothesis import given
@@ -13,68 +14,13 @@ from connector.canonical.attention import AttentionPages, page_tokens_for
 from connector.canonical.latent import latent_pages
 from connector.canonical.recurrent import StatePages, layer_bands
 from connector.canonical.runs import BlockRun, LayerGeometry
-from connector.canonical.slices import MAX_HEAD_SHARES, HeadGrid, SliceGrid, head_grid, heads_on_ranks
+from connector.canonical.slices import HeadGrid, SliceGrid
 from connector.canonical.tiling import prove_tiling
 from connector.canonical.window import within_windows
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import ChunkedLocal, FullAttention, SlidingWindow
 
 Content = list[list[tuple[int, int]]]
-
-
-@given(st.integers(1, 200))
-def test_grid_is_the_finest_that_fits(heads: int) -> None:
-    """Shares are equal, at most eight, and no larger number of shares would do."""
-    grid = head_grid(heads)
-    assert grid.num_slices * grid.heads_per_slice == heads
-    assert 1 <= grid.num_slices <= MAX_HEAD_SHARES
-    assert all(heads % more for more in range(grid.num_slices + 1, MAX_HEAD_SHARES + 1))
-
-
-@given(st.integers(1, 200), st.integers(1, 16))
-def test_ranks_share_out_the_slices(heads: int, ranks: int) -> None:
-    """Ranks hold all slices once, in order; a number of ranks that would cut a slice is refused."""
-    grid = head_grid(heads)
-    slices = SliceGrid(grid.num_slices)
-    if grid.num_slices % ranks:
-        with pytest.raises(InvalidRequest, match="must divide") as refusal:
-            slices.slices_of(0, ranks)
-        assert (refusal.value.details["tp"], refusal.value.details["num_slices"]) == (ranks, grid.num_slices)
-        return
-    held = [slices.slices_of(rank, ranks) for rank in range(ranks)]
-    assert [index for part in held for index in part] == list(range(grid.num_slices))
-    assert len({len(part) for part in held}) == 1
-
-
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16, 32]), st.binary(min_size=32, max_size=32))
-def test_replicas_take_turns(heads: int, ranks: int, prefix: bytes) -> None:
-    """With more ranks than heads neighbours hold the same slice, and exactly one of them writes each record of it."""
-    slices = heads_on_ranks(head_grid(heads), max(1, heads // ranks), ranks)
-    written = [index for rank in range(ranks) if slices.writes(rank, prefix) for index in slices.slices_of(rank, ranks)]
-    assert written == list(range(heads))
-
-
-@pytest.mark.parametrize(("heads", "rank_heads", "ranks"), [(6, 2, 4), (5, 3, 2), (16, 1, 16), (4, 1, 3), (2, 0, 2)])
-def test_uneven_shares_are_refused(heads: int, rank_heads: int, ranks: int) -> None:
-    """Ranks that hold parts of a share, or overlap in another way than as replicas, are not cached."""
-    with pytest.raises(InvalidRequest):
-        heads_on_ranks(head_grid(heads), rank_heads, ranks)
-
-
-def test_known_grids() -> None:
-    """Grids are in the names of stored records: these models keep theirs."""
-    assert {heads: head_grid(heads).num_slices for heads in (1, 2, 4, 6, 8, 10, 12, 16, 40, 11)} == {
-        1: 1,
-        2: 2,
-        4: 4,
-        6: 6,
-        8: 8,
-        10: 5,
-        12: 6,
-        16: 8,
-        40: 8,
-        11: 1,
-    }
 
 
 @given(st.integers(1, 1 << 24), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4096))
@@ -263,14 +209,14 @@ def places(plan: AttentionPages, layer: LayerGeometry, index: int) -> dict[int, 
     return found
 
 
-@given(st.integers(1, 64), st.integers(1, 1 << 23))
-def test_bands_of_states(layers: int, layer_bytes: int) -> None:
-    """Bands are equal, near 4 MiB where layers are smaller, and no more of them than it takes."""
-    bands = layer_bands(layers, layer_bytes)
-    assert layers % bands == 0
-    assert bands == layers or layers // bands * layer_bytes <= 4 << 20
-    fewer = [fewer for fewer in range(1, bands) if layers % fewer == 0]
-    assert all(layers // count * layer_bytes > 4 << 20 for count in fewer)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=4), st.integers(1, 1 << 23))
+def test_bands_of_states(stages: list[int], layer_bytes: int) -> None:
+    """Bands are equal within a stage, near 4 MiB where layers are smaller, and no more of them than it takes."""
+    bands, most, finest = layer_bands(stages, layer_bytes), max(stages), gcd(*stages)
+    assert finest % bands == 0
+    assert bands == finest or most // bands * layer_bytes <= 4 << 20
+    fewer = [fewer for fewer in range(1, bands) if finest % fewer == 0]
+    assert all(most // count * layer_bytes > 4 << 20 for count in fewer)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 64), st.data())

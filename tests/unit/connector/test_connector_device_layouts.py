@@ -123,7 +123,7 @@ def _facts(block_tokens: int, num_blocks: int) -> Any:
     )
     group = replace(
         facts.groups[0],
-        layer_names=tuple(NAMES),
+        stages=(tuple(NAMES),),
         feeds=(0,) * LAYERS,
         block_tokens=block_tokens,
         packing={"cell": "token"},

@@ -208,7 +208,9 @@ def group(kind: GroupKind, feeds: tuple[int, ...] = (0,), block_tokens: int = BL
     content = CellFacts(1, 1, 4, 4, 2, "bfloat16")
     layers = tuple(f"layer.{feed}" for feed in feeds)
     return GroupShape(
-        GroupFacts(kind, layers, tuple(range(len(feeds))), feeds, block_tokens, content), SliceGrid(1), HeadGrid(1, 1)
+        GroupFacts(kind, (layers,), tuple(range(len(feeds))), feeds, block_tokens, content),
+        SliceGrid(1),
+        HeadGrid(1, 1),
     )
 
 

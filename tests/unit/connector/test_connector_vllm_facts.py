@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +176,85 @@ def test_tensor_parallel_size_matters_for_states_only() -> None:
     assert name(*hybrid) != name(*halves, ranks=2)
 
 
+def pipeline(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> list[EngineFacts]:
+    """What the first rank of each stage reads, after the stages have told each other what they hold."""
+    told: list[Any] = []
+
+    def listen(seen: list[Any], mine: Any, group: object) -> None:
+        told.append(mine)
+        seen[:] = [mine] * len(stages)
+
+    def exchange(seen: list[Any], mine: Any, group: object) -> None:
+        assert mine in told
+        seen[:] = told
+
+    def read() -> list[EngineFacts]:
+        ranks = changes.get("ranks", 1)
+        sizes = {"pipeline_parallel_size": len(stages), **changes}
+        return [facts(*groups, rank=number * ranks, **sizes) for number, groups in enumerate(stages)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("connector.vllm_facts.get_pp_group", lambda: SimpleNamespace(cpu_group=None))
+        for talk in (listen, exchange):
+            patch.setattr("torch.distributed.all_gather_object", talk)
+            found = read()
+        return found
+
+
+def test_stages_of_a_pipeline() -> None:
+    """Every stage knows the same groups, in one order and with all block tables, and its own layers of them."""
+    first, last = pipeline(
+        [group(window(), 0), group(window(), 1), group(full(), 2)], [group(full(), 3), group(window(), 4, 5)]
+    )
+    assert (first.pp_rank, last.pp_rank, first.pp_size, first.num_ranks) == (0, 1, 2, 2)
+    assert (
+        [each.kind for each in first.groups]
+        == [each.kind for each in last.groups]
+        == [SlidingWindow(512), FullAttention()]
+    )
+    windows = [read.groups[0] for read in (first, last)]
+    assert [(each.feeds, each.feed_groups) for each in windows] == [((0, 1), (0, 1)), ((1, 1), (0, 1))]
+    assert [name.split(".")[2] for name in windows[1].layer_names] == ["4", "5"]
+    assert windows[0].stages == windows[1].stages == (windows[0].layer_names, windows[1].layer_names)
+    shapes = [read_shape(read) for read in (first, last)]
+    assert isinstance(shapes[0], CacheShape) and isinstance(shapes[1], CacheShape)
+    assert shapes[0].layout == shapes[1].layout
+    assert [each.num_slices for each in shapes[0].layout.groups] == [4, 4]
+    names = [describe_namespace(read, shape, "w").id for read, shape in zip((first, last), shapes, strict=True)]  # type: ignore[arg-type]
+    assert names[0] == names[1]
+
+
+def test_stages_are_of_the_namespace() -> None:
+    """Records are of one stage's layers, so engines share them where the stages are equal, of whatever ranks."""
+
+    def name(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> bytes:
+        read = pipeline(*stages, **changes)[0]
+        shape = read_shape(read)
+        assert isinstance(shape, CacheShape)
+        return describe_namespace(read, shape, "w").id
+
+    whole, halves = [group(full(), 0, 1, 2, 3)], [[group(full(), 0, 1)], [group(full(), 2, 3)]]
+    others = [[group(full(), 0)], [group(full(), 1, 2, 3)]]
+    on_two = [[group(full(num_kv_heads=1), 0, 1)], [group(full(num_kv_heads=1), 2, 3)]]
+    assert len({name(whole), name(*halves), name(*others)}) == 3
+    assert name(*halves) == name(*on_two, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ([group(window(), 1)], "stages 0 and 1 do not hold layers of the same kinds"),
+        ([group(full(head_size=32), 1)], "stages 0 and 1 do not hold layers of the same kinds"),
+        ([group(full(non_causal=True), 1)], "non-causal"),
+    ],
+)
+def test_unequal_stages_are_refused(last: list[KVCacheGroupSpec], reason: str) -> None:
+    """What one stage cannot cache, or does not hold at all, leaves every stage uncached, for one reason."""
+    for read in pipeline([group(full(), 0)], last):
+        assert read.unsupported is not None and reason in read.unsupported
+        assert read.groups == ()
+
+
 def test_chunked_and_draft_layers() -> None:
     """Chunked-local layers are a kind; a draft model's layers are a group of their own, last."""
     chunks = ChunkedLocalAttentionSpec(block_size=128, attention_chunk_size=8192, **HEADS)
@@ -195,7 +275,6 @@ def test_chunked_and_draft_layers() -> None:
         ([group(full(state_content_bytes=300), 0)], {}, "packed"),
         ([group(CircularBufferSpec(block_size=8, **HEADS), 0)], {}, "does not cache by prefix"),
         ([group(mla(model_version="deepseek_v4"), 0)], {}, "MLAAttentionSpec"),
-        ([group(full(), 0)], {"pipeline_parallel_size": 2}, "pipeline"),
         ([group(full(), 0)], {"decode_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"prefill_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),

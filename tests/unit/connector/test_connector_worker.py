@@ -97,6 +97,20 @@ def test_other_tensor_parallel_size(rank: Make, savers: int, loaders: int) -> No
         assert torch.equal(target.blocks(TARGET), whole[:, :, share])
 
 
+def test_stages_of_a_pipeline(rank: Make) -> None:
+    """Each stage loads what the same stage saved, its ranks however many."""
+    sources = [rank(stage=stage, stages=3, seed=stage) for stage in range(3)]
+    for source in sources:
+        source.save()
+    for stage, source in enumerate(sources):
+        for index in range(2):
+            target = rank(stage=stage, stages=3, rank=index, ranks=2, seed=50 + index, layout="padded")
+            target.side.start_loads(target.load_job(target.stage()))
+            assert target.result() == ({"r"}, set())
+            share = slice(index * target.heads, (index + 1) * target.heads)
+            assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE)[:, :, share])
+
+
 def test_load_beyond_a_local_hit(rank: Make) -> None:
     """With 96 tokens held by the engine their blocks stay as they are, though a record reaches below."""
     source = rank()
