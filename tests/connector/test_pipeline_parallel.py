@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def spec(model: str, work: Path, service: DirectoryService, ranks: int = 1) -> E
         block_size=640 if model.startswith("qwen3next") else None,
         connector={"url": service.url, **PATIENT},
         arguments={"pipeline_parallel_size": STAGES, "tensor_parallel_size": ranks},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)},
+        # torch compiles the embedding of several ranks, which it cannot beside the stand-in for Triton
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores), "TORCHDYNAMO_DISABLE": "1"},
     )
 
 
@@ -83,12 +85,17 @@ def test_ranks_of_a_stage_may_differ(work: Path, service: DirectoryService) -> N
 
 @pytest.mark.full
 def test_unlike_stages_run_uncached(work: Path, service: DirectoryService) -> None:
-    """All of this model's full attention is on the second stage: the engine says so and answers."""
-    engine_spec = spec("qwen3next", work, service)
+    """With two layers of six the first stage has windows only: the engine says so and answers."""
+    engine_spec = spec("gemma3", work, service)
+    engine_spec = replace(engine_spec, environment={**engine_spec.environment, "VLLM_PP_LAYER_PARTITION": "2,4"})
+    log = work / "logs" / "pipeline-unlike.log"
+    log.unlink(missing_ok=True)  # of an earlier run
     with start_together({"pipeline-unlike": engine_spec}, work=work) as (engine,):
         answers = [engine.generate([Request(PROMPTS[0], max_tokens=NUM_GENERATED)])[0] for _ in range(2)]
         engine.stop()
     assert len(answers[1].tokens) == NUM_GENERATED
-    assert service.status()["namespaces"] == []
-    said = (work / "logs" / "pipeline-unlike.log").read_text()
-    assert said.count("this engine is not cached: pipeline stages 0 and 1 do not hold layers of the same kinds") == 1
+    assert service.status()["namespaces"] == 0
+    assert (
+        log.read_text().count("this engine is not cached: pipeline stages 0 and 1 do not hold layers of the same kinds")
+        == 1
+    )
