@@ -33,12 +33,13 @@ class EngineProcess:
     """A running engine. Not for several threads at once; `send` and `receive` split `generate` in two.
 
     Attributes:
-        log: File with everything that the engine wrote.
+        log: File with everything that the engine wrote, behind what earlier engines of this name did.
     """
 
     def __init__(self, spec: EngineSpec, log: Path, work: Path) -> None:
         self.spec = spec
         self.log = log
+        self._log_start = log.stat().st_size if log.exists() else 0
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
         self._child: subprocess.Popen[bytes] | WarmChild
@@ -153,7 +154,8 @@ class EngineProcess:
         return self._next("value", timeout_s)["value"]
 
     def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
+        """What this engine wrote."""
+        return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def stop(self) -> None:
         """Let the engine shut down as it does in production, then make sure that nothing of it is left. Idempotent."""
