@@ -110,7 +110,7 @@ def measure(variants: Sequence[Variant], chosen: argparse.Namespace, say: Say) -
     figures = [(variant, Figures()) for variant in variants]
     for number in range(1, chosen.sets + 1):
         with ExitStack() as stack:
-            _measure_set(figures, stack, chosen, partial(_say_of_set, say, number))
+            _measure_set(figures, number, stack, chosen, partial(_say_of_set, say, number))
     return figures
 
 
@@ -118,19 +118,25 @@ def _say_of_set(say: Say, number: int, text: str) -> None:
     say(f"set {number}: {text}")
 
 
+def in_turn(number: int, count: int) -> list[int]:
+    """An order of `count` engines for each number: none is always the first, nor always behind the same one."""
+    places = [(place + number) % count for place in range(count)]
+    return places if number % 2 else places[::-1]
+
+
 def _measure_set(
-    figures: Sequence[tuple[Variant, Figures]], stack: ExitStack, chosen: argparse.Namespace, say: Say
+    figures: Sequence[tuple[Variant, Figures]], number: int, stack: ExitStack, chosen: argparse.Namespace, say: Say
 ) -> None:
     """All engines live at once and take turns, each with a prompt of the round that it has never seen."""
     checkpoint = write_checkpoint("llama-demo", WORK / "checkpoints")
     folder = stack.enter_context(temporary_folder())
-    engines: list[tuple[EngineProcess, Node | None]] = []
-    for variant, _ in figures:
+    engines: dict[int, tuple[EngineProcess, Node | None]] = {}
+    for place in in_turn(number, len(figures)):
+        variant, _ = figures[place]
         say(f"starting an engine: {variant.name}")
-        engines.append(_start(variant, checkpoint, folder, stack, chosen))
+        engines[place] = _start(variant, checkpoint, folder, stack, chosen)
     for turn in range(-_WARM_UP_ROUNDS, chosen.rounds):  # these are not counted
-        for index in range(len(figures)):
-            place = (index + turn) % len(figures)  # nobody is always first
+        for place in in_turn(turn, len(figures)):
             measured = figures[place][1] if turn >= 0 else Figures()
             _ask(*engines[place], _FIRST_SEED + turn, chosen, measured)
         if turn >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 
@@ -59,6 +60,14 @@ def test_prompts_leave_one_token_behind_a_block() -> None:
     """What stands behind the last block is computed anew: prompts are chosen so that it is one token."""
     assert MODELS["llama-demo"].prompt_tokens % 128 == 1
     assert MODELS["qwen3next-demo"].prompt_tokens % 640 == 1
+
+
+def test_overhead_is_fair() -> None:
+    """Over some turns each of three engines is first, and each is measured behind each other one."""
+    orders = [overhead.in_turn(number, 3) for number in range(-3, 3)]
+    assert all(sorted(order) == [0, 1, 2] for order in orders)
+    assert {order[0] for order in orders} == {0, 1, 2}
+    assert len({pair for order in orders for pair in itertools.pairwise(order)}) == 6
 
 
 def test_overhead_compares_round_by_round() -> None:
