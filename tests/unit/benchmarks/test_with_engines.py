@@ -63,7 +63,7 @@ def test_prompts_leave_one_token_behind_a_block() -> None:
 
 
 def test_overhead_is_fair() -> None:
-    """Of three engines each is first once in three turns, and over some turns each is measured behind each other one."""
+    """Of three engines each is first once in three turns, and in some turn each is measured behind each other."""
     orders = [overhead.in_turn(number, 3) for number in range(-3, 3)]
     assert all(sorted(order) == [0, 1, 2] for order in orders)
     assert [order[0] for order in orders] == [0, 1, 2, 0, 1, 2]
