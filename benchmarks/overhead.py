@@ -121,7 +121,7 @@ def _say_of_set(say: Say, number: int, text: str) -> None:
 def in_turn(number: int, count: int) -> list[int]:
     """An order of `count` engines for each number: they are first in turn, and none is always behind the same one.
 
-    Where engines are started one after the other, the first decodes more slowly than the others for all its life.
+    Each place has its own luck with memory and processors, which would count as the variant's.
     """
     step = 1 if number % 2 else -1
     return [(number + step * place) % count for place in range(count)]

@@ -129,7 +129,6 @@ class EngineFacts:
         num_blocks: Blocks of the engine's cache.
         tp_rank: This rank of its pipeline stage (0 on the scheduler side).
         tp_size: Tensor-parallel size.
-        pp_rank: This rank's pipeline stage (0 on the scheduler side).
         pp_size: Pipeline stages.
         groups: The canonical groups, in the order of their first layer; empty when the model is not supported.
         unsupported: Why the connector stays out of the way, or `None`.
@@ -164,7 +163,6 @@ class EngineFacts:
     adapter_rules: Mapping[str, str] = field(default_factory=dict)
     media_rules: Mapping[str, Any] = field(default_factory=dict)
     retention_tokens: int | None = None
-    pp_rank: int = 0
     pp_size: int = 1
 
     @property

@@ -77,7 +77,7 @@ def read_shape(facts: EngineFacts) -> CacheShape | str:
 
 
 def _share_out(group: GroupFacts, engine: EngineFacts) -> GroupShape:
-    content, ranks, stages = group.content, engine.tp_size, engine.pp_size
+    content, ranks, stages = group.content, engine.tp_size, len(group.stages)
     if isinstance(content, StateFacts):
         bands = layer_bands([len(names) for names in group.stages], content.num_bytes)
         # a rank's share cannot be divided for another number of ranks, so there are as many shares as ranks

@@ -74,7 +74,6 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         num_blocks=kv_cache_config.num_blocks,
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
         tp_size=parallel.tensor_parallel_size,
-        pp_rank=_stage_of(parallel),
         pp_size=parallel.pipeline_parallel_size,
         groups=groups,
         unsupported=unsupported,

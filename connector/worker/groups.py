@@ -65,7 +65,7 @@ def prove_group(
     Raises:
         InvalidRequest: The tensors do not match the facts, or the pages do not hold every content byte exactly once.
     """
-    held = shape.slices.slices_of(engine.tp_rank, engine.tp_size, engine.pp_rank)
+    held = shape.slices.slices_of(engine.tp_rank, engine.tp_size, shape.facts.stage)
     geometries = []
     for name, layer in zip(shape.facts.layer_names, layers, strict=True):
         geometry = _geometry(name, layer)

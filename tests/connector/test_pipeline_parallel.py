@@ -21,7 +21,7 @@ RESTORED = {"llama": 1280, "gemma3": 1280, "qwen3next-demo": 1280, "deepseek": 1
 NUM_GENERATED = 8
 STAGES = 2
 NOISE = 1e-3
-"""Largest difference of a log probability between ranks that sum in another order (seen: some 1e-5)."""
+"""Largest difference of a log probability between ranks that sum in another order."""
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ class Rank:
             rank_heads=self.heads,
             tp_rank=rank,
             tp_size=ranks,
-            pp_rank=stage,
+            stage=stage,
             pp_size=stages,
             num_blocks=NUM_BLOCKS,
             element_bytes=element_bytes,

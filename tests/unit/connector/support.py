@@ -266,7 +266,7 @@ def make_facts(**changes: Any) -> EngineFacts:
         block_tokens=BLOCK,
         content=CellFacts(**cells),
         packing={"backend": "test"},
-        stage=changes.get("pp_rank", 0),
+        stage=changes.pop("stage", 0),
     )
     values: dict[str, Any] = {
         "model_path": "/nowhere/model",

@@ -206,7 +206,7 @@ def test_stages_of_a_pipeline() -> None:
     first, last = pipeline(
         [group(window(), 0), group(window(), 1), group(full(), 2)], [group(full(), 3), group(window(), 4, 5)]
     )
-    assert (first.pp_rank, last.pp_rank, first.pp_size, first.num_ranks) == (0, 1, 2, 2)
+    assert (first.groups[0].stage, last.groups[0].stage, first.pp_size, first.num_ranks) == (0, 1, 2, 2)
     assert (
         [each.kind for each in first.groups]
         == [each.kind for each in last.groups]
@@ -216,12 +216,11 @@ def test_stages_of_a_pipeline() -> None:
     assert [(each.feeds, each.feed_groups) for each in windows] == [((0, 1), (0, 1)), ((1, 1), (0, 1))]
     assert [name.split(".")[2] for name in windows[1].layer_names] == ["4", "5"]
     assert windows[0].stages == windows[1].stages == (windows[0].layer_names, windows[1].layer_names)
-    shapes = [read_shape(read) for read in (first, last)]
-    assert isinstance(shapes[0], CacheShape) and isinstance(shapes[1], CacheShape)
-    assert shapes[0].layout == shapes[1].layout
-    assert [each.num_slices for each in shapes[0].layout.groups] == [4, 4]
-    names = [describe_namespace(read, shape, "w").id for read, shape in zip((first, last), shapes, strict=True)]  # type: ignore[arg-type]
-    assert names[0] == names[1]
+    one, other = read_shape(first), read_shape(last)
+    assert isinstance(one, CacheShape) and isinstance(other, CacheShape)
+    assert one.layout == other.layout
+    assert [each.num_slices for each in one.layout.groups] == [4, 4]
+    assert describe_namespace(first, one, "w").id == describe_namespace(last, other, "w").id
 
 
 def test_stages_are_of_the_namespace() -> None:
