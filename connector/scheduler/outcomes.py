@@ -10,11 +10,13 @@ from connector.scheduler.bridge import Bridge, result_or_none
 from connector.scheduler.ledger import Fetch, RequestState
 from kvstore.api import Lookup, Outcome, PageStore, Staged
 from kvstore.errors import Closed
+from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import Boundary
-from kvstore.model.layout import Layout
+from kvstore.model.kinds import FullAttention, Latent
+from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.outcome import content_digest
 
-__all__ = ["Outcomes", "cut", "silent"]
+__all__ = ["Outcomes", "cut", "silent", "stop_of"]
 
 
 class Outcomes:
@@ -27,8 +29,8 @@ class Outcomes:
 
     def __init__(self, bridge: Bridge, layout: Layout) -> None:
         self._bridge = bridge
+        self._layout = layout
         self._page_tokens = layout.page_tokens
-        self._all_groups = (1 << len(layout.groups)) - 1
 
     def tell(
         self,
@@ -63,9 +65,10 @@ class Outcomes:
             detail=detail or {},
         )
         boundaries: Sequence[Boundary] = chain.boundaries if chain is not None and state.is_hashed else ()
-        if looked and (stop := self._stop(state, boundaries, outcome)) is not None:
-            outcome = replace(outcome, stop=stop[0], groups=stop[1])
-        elif reason == "gone":  # what the lookup found and the fetch did not
+        answer = None
+        if looked and state.lookup is not None and state.lookup.done():
+            answer = result_or_none(state.lookup)
+        if reason == "gone":  # what the lookup found and the fetch did not
             pages = (at for at in boundaries if at.tokens % self._page_tokens == 0 or at.tokens >= state.cap_tokens)
             outcome = replace(outcome, stop=next((at for at in pages if at.tokens > outcome.resume_tokens), None))
 
@@ -74,6 +77,10 @@ class Outcomes:
             if boundaries:
                 first = boundaries[0]
                 told = replace(outcome, first=first.prefix, content=content_digest(prompt[: first.tokens]))
+            if answer is not None:
+                seen = list(zip(boundaries, answer.groups_present, strict=False))
+                stop = stop_of(self._layout, seen, resume_tokens=told.resume_tokens, cap_tokens=told.cap_tokens)
+                told = replace(told, stop=stop[0], groups=stop[1]) if stop is not None else told
             store.tell(told)
 
         with suppress(Closed):  # at the very end
@@ -96,20 +103,59 @@ class Outcomes:
             detail |= silent(answer) if answer is not None else {}
         self.tell(state, reason, resume_tokens=staged.resume_tokens, detail=detail, looked=looked)
 
-    def _stop(
-        self, state: RequestState, boundaries: Sequence[Boundary], outcome: Outcome
-    ) -> tuple[Boundary, int] | None:
-        """The next boundary that was needed but incomplete (an end of a page, or the last), and its complete groups."""
-        answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
-        if answer is None:
-            return None
-        beyond = [
-            (boundary, groups)
-            for boundary, groups in zip(boundaries, answer.groups_present, strict=False)
-            if outcome.resume_tokens < boundary.tokens <= outcome.cap_tokens and groups != self._all_groups
-        ]
-        pages = [found for found in beyond if found[0].tokens % self._page_tokens == 0]
-        return next(iter(pages or beyond[-1:]), None)
+
+def stop_of(
+    layout: Layout, seen: Sequence[tuple[Boundary, int]], *, resume_tokens: int, cap_tokens: int
+) -> tuple[Boundary, int] | None:
+    """The boundary whose records were missing next, and the groups that were complete there. Pure.
+
+    States, and pages that a window needs, are stored at few boundaries only: that the first boundaries have none is no
+    reason for a miss. So, for a model that has such groups, the furthest point that the other groups alone would allow
+    is found first, and what is missing there is the answer. If they allow nothing more, it is their next page.
+
+    Args:
+        layout: The model's.
+        seen: The prompt's boundaries, ascending, and for each a bit per group that a lookup found complete.
+        resume_tokens: The point from which the prompt was resumed: the furthest that all groups allow.
+        cap_tokens: The furthest point of interest.
+    """
+    all_groups = (1 << len(layout.groups)) - 1
+    growing = sum(1 << index for index, group in enumerate(layout.groups) if _needs_everything(group))
+    within = [(boundary, groups) for boundary, groups in seen if boundary.tokens <= cap_tokens]
+    beyond = [one for one in within if one[0].tokens > resume_tokens and one[1] != all_groups]
+    if growing != all_groups and beyond:
+        reached_tokens = longest_resumable(
+            layout,
+            [boundary.tokens for boundary, _ in within],
+            [groups | (all_groups & ~growing) for _, groups in within],
+            local_tokens=resume_tokens,
+            cap_tokens=cap_tokens,
+            step_tokens=within[0][0].tokens,
+        )
+        needed = (one for one in beyond if _is_needed(layout, one, reached_tokens))
+        if reached_tokens > resume_tokens and (stop := next(needed, None)) is not None:
+            return stop
+    pages = [one for one in beyond if one[0].tokens % layout.page_tokens == 0]
+    return next(iter(pages or beyond[-1:]), None)
+
+
+def _needs_everything(group: GroupLayout) -> bool:
+    """Whether a group needs all earlier tokens, so that its records are stored without gaps."""
+    return isinstance(group.kind, FullAttention | Latent)
+
+
+def _is_needed(layout: Layout, seen: tuple[Boundary, int], reached_tokens: int) -> bool:
+    """Whether, to resume at a point, a group needs a record at this boundary that was not there."""
+    tokens, groups = seen[0].tokens, seen[1]
+    for index, group in enumerate(layout.groups):
+        if groups >> index & 1 or _needs_everything(group):
+            continue
+        start = group.kind.needed_from(reached_tokens)
+        if tokens == reached_tokens and (start is None or start < reached_tokens):
+            return True
+        if start is not None and start < tokens < reached_tokens and tokens % layout.page_tokens == 0:
+            return True
+    return False
 
 
 def silent(answer: Lookup) -> dict[str, object]:
