@@ -90,6 +90,12 @@ COUNTERS = (
         "outcome",
     ),
     Metric(
+        "vllm:kvstore_saves_lost",
+        "connector_saves_lost",
+        "Records that were computed and not saved, by reason.",
+        "reason",
+    ),
+    Metric(
         "vllm:kvstore_saves_delayed",
         "connector_saves_delayed",
         "Times that a request's saves had to wait for room in host memory.",

@@ -54,7 +54,9 @@ class Finding:
 def findings(values: Mapping[str, Any]) -> list[Finding]:
     """All that is wrong, what costs most first; of a service of a neighbouring release, as far as it tells."""
     counters = values.get("counters", {})
-    found = [*_of_tiers(values), *_of_pending(counters), *_of_memory(values), *_of_requests(values.get("recent", {}))]
+    found = [*_of_tiers(values), *_of_pending(counters), *_of_memory(values)]
+    recent = values.get("recent", {})
+    found += [*_of_requests(recent), *_of_losses(recent)]
     if counters.get("catalog_complete") == 0:
         what = "the catalog may lack records: lookups ask the tiers as well, which is slower"
         found.append(Finding(what, "kvstore reindex, beside running services"))
@@ -109,6 +111,15 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Finding]:
     worst = max(late, key=lambda word: late[word])
     what = f"{num_late:,} of the last {num_requests:,} requests found no answer in time ({worst}: {REASONS[worst].why})"
     yield Finding(what, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain")
+
+
+def _of_losses(recent: Mapping[str, Any]) -> Iterator[Finding]:
+    losses, too_large = recent.get("losses", {}), recent.get("too_large", {})
+    if not losses and not too_large:
+        return
+    from kvstore.doctor.saves import fixes_of, told_of  # with what they stand on, which probes need not load
+
+    yield Finding(told_of(recent), "; ".join(fixes_of(recent)))
 
 
 def _of_counters(counters: Mapping[str, float]) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ __all__ = ["RemoteStore"]
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
 """So many are opened again on a new connection, the ones that were used last: weights that change make many of them."""
+_UNTOLD_MAX = 256
+"""Losses that wait for the service: most come while it is away, and for that reason."""
 
 
 class RemoteStore(PageStore):
@@ -44,6 +46,7 @@ class RemoteStore(PageStore):
         self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
         self._pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedRecords(options)
+        self._untold: deque[Outcome] = deque(maxlen=_UNTOLD_MAX)
         self._closed = False
 
     @property
@@ -177,8 +180,10 @@ class RemoteStore(PageStore):
 
     def tell(self, outcome: Outcome) -> None:
         connection = self._pool.now()
-        if connection is not None and not self._closed and connection.welcome.explains:
-            connection.post(convert.outcome_message(outcome))
+        if connection is not None and not self._closed:
+            _tell(connection, outcome)
+        elif outcome.is_loss and outcome.stop is not None:  # what can never be saved is told again anyway
+            self._untold.append(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         async with self._control(deadline) as connection:
@@ -252,7 +257,15 @@ class RemoteStore(PageStore):
             except KVStoreError:  # refused, perhaps by another release: the others are of use all the same
                 if not connection.open or deadline.expired:
                     raise
+        while self._untold:
+            _tell(connection, self._untold.popleft())
         await self._shared.follow(connection)
+
+
+def _tell(connection: Connection, outcome: Outcome) -> None:
+    welcome = connection.welcome
+    if welcome.explains and (welcome.losses or not outcome.is_loss):  # else it would be taken for the request's own
+        connection.post(convert.outcome_message(outcome))
 
 
 def _plain(record: Record) -> Record:

@@ -1,4 +1,4 @@
-"""The service: whether it answers, its release, its tiers."""
+"""The service: whether it answers, its release, its tiers, whether its engines save what they compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.doctor.administration import CERTIFICATE_FIX, administration_finding
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Report
+from kvstore.doctor.saves import judge_saves
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.token_file import read_token
@@ -23,7 +24,7 @@ from kvstore.wire.tls import ClientTls
 
 __all__ = ["ServiceAddress", "judge_release", "judge_tiers", "judge_unreachable", "service_check"]
 
-_NAMES = ("service", "service.release", "service.tiers", "service.admin")
+_NAMES = ("service", "service.release", "service.tiers", "service.saves", "service.admin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def service_check(address: ServiceAddress) -> Check:
         report(ok("service", f"answers at {url}", "it answers"))
         report(judge_release(status, kvstore.__version__))
         report(judge_tiers(status))
+        report(judge_saves(status))
         report(await administration_finding(address.admin, address.tls, deadline))
 
     return Check(_NAMES, run, f"check that the process at {url} is not frozen, and restart it if it is")

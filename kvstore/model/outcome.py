@@ -1,4 +1,4 @@
-"""The outcome of a request: reported by its engine, kept to explain later why its prompt was not resumed further."""
+"""The outcome of a request, or a record that it lost: reported by its engine, kept to explain misses later."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 __all__ = ["CONTENT_BYTES", "Outcome", "content_digest"]
 
 CONTENT_BYTES = 16
+_LOST_MAX = 1 << 20
+"""Bounds what one message can add to the counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request, and why its prompt was not resumed any further.
+    """One request, and why its prompt was not resumed any further; or a loss.
+
+    A *loss* is a record that an engine computed and did not save; its reason begins with `save_`. Then `request` is the
+    one that computed it, `stop` the boundary at which it ends, `groups` the bit of its group, and `detail["records"]`
+    how many records it stands for, if more than one. A loss without `stop` is of every record of that group in the
+    namespace: none of them can ever be saved.
 
     Attributes:
         request: The engine's id of it.
@@ -48,6 +55,17 @@ class Outcome:
     first: PrefixHash | None = None
     content: bytes = b""
     tenant: str = ""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it tells of a record that was not saved, and not of what became of a request."""
+        return self.reason.startswith("save_")  # also a newer engine's words
+
+    @property
+    def num_lost(self) -> int:
+        """The records that a loss stands for; 0: it tells of what can never be saved."""
+        told = self.detail.get("records", 1)
+        return min(max(int(told), 1), _LOST_MAX) if self.stop is not None and isinstance(told, int) else 0
 
 
 def content_digest(tokens: Sequence[int]) -> bytes:

@@ -56,6 +56,7 @@ COUNTERS = {
     "s3_sent_bytes": "bytes of records to S3",
     "s3_throttled": "answers of S3 that asked for fewer requests",
     "saves": "records that engines saved, by outcome",
+    "saves_lost": "records that engines computed and did not save, by the reason",
     "served_bytes": "bytes leased to engines",
     "served_records": "records leased to engines, by the tier they were read from",
     "stage_misses": "records that were expected in a tier and not there",

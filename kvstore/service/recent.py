@@ -1,9 +1,10 @@
-"""What became of requests in the last minutes, for whoever asks how it goes now: bounded, without a task of its own."""
+"""What became of requests and saves in the last minutes: bounded, without a task of its own."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvstore.model.outcome import Outcome
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -16,6 +17,15 @@ WINDOW_S = 300
 _STEP_S = 10
 
 
+@dataclass(slots=True)
+class _Step:
+    """Counts of one step, and for what can never be saved the `pinned_bytes` that would do and the one that is set."""
+
+    number: int
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    too_large: tuple[int, int] = (0, 0)
+
+
 class Recent:
     """Counts what engines tell of, and forgets it after `WINDOW_S`, to a step of ten seconds.
 
@@ -25,14 +35,21 @@ class Recent:
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._steps: deque[tuple[int, Counter[tuple[str, str]]]] = deque(maxlen=WINDOW_S // _STEP_S)
+        self._steps: deque[_Step] = deque(maxlen=WINDOW_S // _STEP_S)
 
     def count(self, outcome: Outcome) -> None:
-        """Add one request."""
-        step = self._step()
-        if not self._steps or self._steps[-1][0] != step:
-            self._steps.append((step, Counter()))
-        counts = self._steps[-1][1]
+        """Add one request, or one loss."""
+        number = self._step()
+        if not self._steps or self._steps[-1].number != number:
+            self._steps.append(_Step(number))
+        step = self._steps[-1]
+        counts = step.counts
+        if outcome.is_loss:
+            counts["losses", outcome.reason if outcome.reason in REASONS else "other"] += outcome.num_lost
+            if outcome.reason == "save_too_large":
+                sizes = (outcome.detail.get("needs_bytes"), outcome.detail.get("pinned_bytes"))
+                step.too_large = max(step.too_large, (_whole(sizes[0]), _whole(sizes[1])))
+            return
         local = min(outcome.local_tokens, outcome.resume_tokens)
         counts["requests", result_of(outcome)] += 1
         counts["tokens", "prompt"] += outcome.prompt_tokens
@@ -42,18 +59,24 @@ class Recent:
             counts["reasons", outcome.reason if outcome.reason in REASONS else "other"] += 1
 
     def told(self) -> Mapping[str, object]:
-        """`window_s`, and over it: `requests` by result, `tokens` by part, `reasons` why requests went no further. The
-        words are those of the meters `requests` and `request_tokens`.
+        """`window_s`, and over it: `requests` by result, `tokens` by part, `reasons` why requests went no further,
+        `losses`: records that engines computed and did not save, by the reason, `too_large`: of engines that can never
+        save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are those of the
+        meters `requests`, `request_tokens` and `saves_lost`.
         """
         first = self._step() - WINDOW_S // _STEP_S + 1
         total: Counter[tuple[str, str]] = Counter()
-        for step, counts in self._steps:
-            if step >= first:
-                total += counts
+        needs_bytes, pinned_bytes = 0, 0
+        for step in self._steps:
+            if step.number >= first:
+                total += step.counts
+                needs_bytes, pinned_bytes = max((needs_bytes, pinned_bytes), step.too_large)
         told: dict[str, dict[str, int]] = {
             "requests": dict.fromkeys(("hit", "part", "miss", "local"), 0),
             "tokens": dict.fromkeys(("prompt", "resumed", "local"), 0),
             "reasons": {},
+            "losses": {},
+            "too_large": {"needs_bytes": needs_bytes, "pinned_bytes": pinned_bytes} if needs_bytes else {},
         }
         for (of, name), amount in sorted(total.items()):
             told[of][name] = amount
@@ -61,3 +84,7 @@ class Recent:
 
     def _step(self) -> int:
         return int(self._clock.monotonic_s() // _STEP_S)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0

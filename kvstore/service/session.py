@@ -188,6 +188,7 @@ class Session:
                 explains=True,
                 traces=self._tracing is not None,
                 codes=True,
+                losses=True,
             )
         )
 

@@ -16,6 +16,7 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.history import STEP_S, History, Sample
 from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.reasons import REASONS, UNKNOWN
 from kvstore.store.standing_orders import Retirement
 from kvstore.store.tiered import TieredStore
 
@@ -125,6 +126,10 @@ class Watcher:
         for labels, amount in grown.get("saves", []):
             if (said := _TURNED_AWAY.get(labels.get("outcome", ""))) is not None:
                 self._events.tell(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})
+        for labels, amount in grown.get("saves_lost", []):
+            reason = labels.get("reason", "other")
+            text = f"{int(amount)} records of engines are missing: {REASONS.get(reason, UNKNOWN).why}"
+            self._events.tell(EventKind.SAVES_DROPPED, text, detail={"records": int(amount), "reason": reason})
         for tier, reasons in _by_tier(grown.get("write_back_dropped", [])).items():
             text = f"{sum(reasons.values())} records are not copied to {tier}; engines were answered before that"
             self._events.tell(EventKind.SAVES_DROPPED, text, detail={"tier": tier, **reasons})

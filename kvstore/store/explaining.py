@@ -15,6 +15,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.absence import Absence, AbsenceFinder
+from kvstore.store.losses import Losses, ToldLoss
 from kvstore.store.reasons import REASONS, UNKNOWN
 
 __all__ = ["Explainer", "ToldOutcome", "result_of"]
@@ -26,6 +27,9 @@ _LISTED = 100
 
 _TOLD_WITHIN_S = 5
 
+_NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
+"""Reasons behind which there may be a loss: it is not stored, and nobody removed it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToldOutcome:
@@ -35,11 +39,13 @@ class ToldOutcome:
         outcome: What became of a request.
         at_ms: Time of the report, since the Unix epoch.
         number: Sequence number of the report.
+        loss: The loss of a record that it needed, known at that time.
     """
 
     outcome: Outcome
     at_ms: int
     number: int
+    loss: ToldLoss | None = None
 
 
 class Explainer:
@@ -48,7 +54,7 @@ class Explainer:
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
         clock: For the time of day.
-        meters: Where to count: `requests{result,reason} request_tokens{part}`.
+        meters: Where to count: `requests{result,reason} request_tokens{part} saves_lost{reason}`.
         hides: Whether the weights of a namespace are retired.
     """
 
@@ -65,12 +71,21 @@ class Explainer:
         self._meters = meters
         self._told: dict[str, OrderedDict[str, ToldOutcome]] = {}  # by tenant, by request
         self._numbers = count()
+        self._losses = Losses()
 
     def tell(self, outcome: Outcome) -> None:
-        """Keep an outcome; a later one of the same request takes its place."""
+        """Keep an outcome; a later one of the same request takes its place. A loss is kept beside the outcomes."""
+        now_ms = self._clock.wall_ms()
+        if outcome.is_loss:
+            self._losses.note(outcome, now_ms)
+            if outcome.num_lost:
+                reason = outcome.reason if outcome.reason in REASONS else "other"
+                self._meters.add("saves_lost", outcome.num_lost, reason=reason)
+            return
         told = self._told.setdefault(outcome.tenant, OrderedDict())
         told.pop(outcome.request, None)
-        told[outcome.request] = ToldOutcome(outcome, self._clock.wall_ms(), next(self._numbers))
+        # now, since a request that misses for a loss may lose the same record itself, which is no reason for its miss
+        told[outcome.request] = ToldOutcome(outcome, now_ms, next(self._numbers), self._loss_of(outcome, now_ms))
         if len(told) > _KEPT:
             told.popitem(last=False)
         self._count(outcome)
@@ -113,7 +128,11 @@ class Explainer:
             "reason": found.reason,
             "why": reason.why,
             "advice": reason.advice,
-            "detail": {**outcome.detail, **found.detail},
+            "detail": {
+                **outcome.detail,
+                **found.detail,
+                **self._losses.of_request(outcome.tenant, outcome.request),
+            },
         }
 
     def _find(self, request: str, tenant: str | None) -> ToldOutcome:
@@ -138,7 +157,7 @@ class Explainer:
         outcome = told.outcome
         assert outcome.stop is not None
         if self._absence is None or outcome.namespace is None:
-            return self._apart(told, tenant) or Absence(outcome.reason)
+            return self._lost(told, Absence(outcome.reason)) or self._apart(told, tenant) or Absence(outcome.reason)
         vanished = outcome.reason == "gone"  # between lookup and fetch: the catalog learns why at about this time
         asked_s = told.at_ms // 1000 + (_TOLD_WITHIN_S if vanished else 0)
         try:
@@ -146,12 +165,38 @@ class Explainer:
                 outcome.namespace, outcome.stop.prefix, outcome.groups, asked_s, deadline=deadline
             )
         except KVStoreError as error:
-            return Absence(outcome.reason, {"catalog": str(error)})
+            found = Absence(outcome.reason, {"catalog": str(error)})
+            return self._lost(told, found) or found
         if vanished:
             return found if "left" in found.detail else Absence("gone")
+        if (lost := self._lost(told, found)) is not None:
+            return lost
         if found.reason in ("never_stored", "catalog_incomplete"):
             return self._apart(told, tenant) or found
         return found
+
+    def _loss_of(self, outcome: Outcome, now_ms: int) -> ToldLoss | None:
+        """The latest loss of a record that a request needed where it stopped."""
+        if outcome.stop is None or outcome.namespace is None:
+            return None
+        return self._losses.at(outcome.tenant, outcome.namespace, outcome.stop, outcome.groups, now_ms)
+
+    def _lost(self, told: ToldOutcome, found: Absence) -> Absence | None:
+        """The loss behind what was found, if any: that an engine computed what this request needed and did not save it.
+        It may have come after the request, which then asked while the record was on its way.
+        """
+        if found.reason not in _NOT_SAVED or "left" in found.detail:
+            return None
+        loss = told.loss
+        if loss is None and (later := self._loss_of(told.outcome, self._clock.wall_ms())) is not None:
+            loss = later if later.outcome.request != told.outcome.request else None
+        if loss is None:
+            return None
+        mine = {"lost_at": _time(loss.at_ms)}
+        if loss.outcome.stop is not None:
+            mine["lost_by_request"] = loss.outcome.request
+        detail = {name: value for name, value in loss.outcome.detail.items() if name != "records"}
+        return Absence(loss.outcome.reason, {**found.detail, **detail, **mine})
 
     def _apart(self, told: ToldOutcome, tenant: str | None) -> Absence | None:
         """Whether an earlier request had the same tokens under another salt, adapter or tenant, which share nothing."""
@@ -174,12 +219,16 @@ def _summary(told: ToldOutcome) -> dict[str, object]:
     return {
         "request": outcome.request,
         "tenant": outcome.tenant,
-        "at": datetime.fromtimestamp(told.at_ms / 1000, UTC).isoformat(timespec="milliseconds"),
+        "at": _time(told.at_ms),
         "prompt_tokens": outcome.prompt_tokens,
         "resume_tokens": outcome.resume_tokens,
         "result": result_of(outcome),
         "reason": outcome.reason,
     }
+
+
+def _time(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
 
 
 def result_of(outcome: Outcome) -> str:

@@ -101,6 +101,32 @@ REASONS = {
         "it has not been stored, as far as is known",
         "if one like it was saved before: a date, an id or other tools near its start make it another prompt",
     ),
+    "save_busy": Reason(
+        "it was computed, but not saved: the processors were busy",
+        "leave processor time to the engine's saves: fewer processes beside it, or more cores",
+    ),
+    "save_no_room": Reason(
+        "it was computed, but not saved: host memory for saves had no room while the engine held it",
+        "a larger pinned_bytes in kv_connector_extra_config",
+    ),
+    "save_too_large": Reason(
+        "it is never saved: a page or state of the model is larger than half of pinned_bytes",
+        "set pinned_bytes in kv_connector_extra_config to needs_bytes or more",
+    ),
+    "save_stopped": Reason(
+        "it was computed, but not saved: the engine stopped first", "end engines by SIGTERM, and let them end"
+    ),
+    "save_failed": Reason(
+        "it was computed, but not saved: the service did not take it",
+        "does it run, and has it room? `kvstore status`",
+    ),
+    "save_not_hashed": Reason(
+        "it was computed before its prompt was hashed, and could not be saved",
+        "a larger lookup_timeout_ms in kv_connector_extra_config",
+    ),
+    "save_unanswered": Reason(
+        "it was computed, but not saved: ranks of the engine did not answer", "see the engine's log"
+    ),
     "no_key": Reason(
         "the tenant has no encryption key, so nothing of it is stored", "add one to encryption_keys: docs/encryption.md"
     ),

@@ -94,6 +94,7 @@ class Welcome(Message):
         arena: Id of the memory that the service shares with peers on its node; empty for none.
         explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
         codes: Whether its errors carry a `code` where there is one.
+        losses: Whether it tells an `outcome` that is a loss from one of a request.
     """
 
     type: ClassVar[str] = "welcome"
@@ -106,6 +107,7 @@ class Welcome(Message):
     explains: bool = False
     traces: bool = False
     codes: bool = False
+    losses: bool = False
 
 
 @dataclass(frozen=True, slots=True)

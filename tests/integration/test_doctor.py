@@ -144,6 +144,7 @@ def test_a_healthy_stack_is_all_green(
     assert {
         "service",
         "service.tiers",
+        "service.saves",
         "service.admin",
         "redis",
         "redis.policy",

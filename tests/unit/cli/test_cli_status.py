@@ -13,6 +13,7 @@ from rich.console import Console
 from kvstore.api import Outcome
 from kvstore.cli.status_findings import findings, part_of
 from kvstore.cli.status_page import page_of
+from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.service.recent import WINDOW_S, Recent
 from tests.unit.admin.admin_world import World, prompt_of, world
 from tests.unit.cli.test_cli_admin import Run, run
@@ -54,6 +55,8 @@ def healthy() -> dict[str, Any]:
             "requests": {"hit": 60, "part": 2, "miss": 18, "local": 0},
             "tokens": {"prompt": 80_000, "resumed": 51_200, "local": 0},
             "reasons": {"never_stored": 17, "evicted": 1},
+            "losses": {},
+            "too_large": {},
         },
         "service": {"uptime_s": 273_600.0, "sessions_of_engines": 6, "receive_bytes_used": 0}
         | {"engines": ["vllm llama, pid 17", "vllm [x], pid 18"]},
@@ -128,6 +131,16 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
         (change("counters", "pending_bytes", to=9 * GIB), "new records are not written to the hot", "pending_bytes"),
         (change("counters", "catalog_complete", to=0), "the catalog may lack records", "kvstore reindex"),
         (change("leases", "pinned_bytes", to=2 * GIB), "engines hold 100% of the memory", "memory_bytes"),
+        (
+            change("recent", "losses", to={"save_busy": 1200, "save_no_room": 4}),
+            "1,204 records were computed in the last 5 minutes, but not saved (save_busy 1,200, save_no_room 4)",
+            "save_busy: leave processor time",
+        ),
+        (
+            change("recent", "too_large", to={"needs_bytes": 309 * MIB - 5, "pinned_bytes": 128 * MIB}),
+            "an engine never saves some of its pages or states: they need 309MiB of pinned_bytes and it has 128MiB",
+            '"pinned_bytes":"309MiB"',
+        ),
         (change("recent", "reasons", to={"stall": 20}), "20 of the last 80 requests found no answer", "explain"),
     ],
 )
@@ -204,6 +217,24 @@ def test_recent_requests_are_forgotten_after_the_window() -> None:
     assert recent.told()["tokens"] == {"prompt": 50, "resumed": 0, "local": 0}
     clock.now_s += 10 * WINDOW_S
     assert recent.told()["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0)
+
+
+def test_recent_losses_are_forgotten_after_the_window() -> None:
+    """Records by reason; of what is told of whole namespaces no number, but the largest need while it is repeated."""
+    clock = HandClock()
+    recent = Recent(clock)
+    stop = Boundary(64, PrefixHash(bytes(32)))
+    recent.count(Outcome("a", None, 0, 0, 0, 0, "save_busy", {"records": 3}, stop=stop, groups=1))
+    recent.count(Outcome("a", None, 0, 0, 0, 0, "save_of_the_future", stop=stop, groups=1))
+    for needs_bytes in (300, 900, 600):
+        sizes = {"needs_bytes": needs_bytes, "pinned_bytes": 100}
+        recent.count(Outcome("", None, 0, 0, 0, 0, "save_too_large", sizes, groups=1))
+    told = recent.told()
+    assert told["losses"] == {"other": 1, "save_busy": 3}
+    assert told["too_large"] == {"needs_bytes": 900, "pinned_bytes": 100}
+    assert told["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0) and told["reasons"] == {}
+    clock.now_s += WINDOW_S
+    assert (recent.told()["losses"], recent.told()["too_large"]) == ({}, {})
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ async def test_sums_become_events(store: TieredStore) -> None:
     store.meters.add("retention_bytes", 4096, tier="s3", reason="evicted")
     store.meters.add("saves", 3, outcome="busy")
     store.meters.add("saves", 8, outcome="stored")
+    store.meters.add("saves_lost", 9, reason="save_busy")
     store.meters.add("write_back_dropped", 4, tier="redis", reason="full")
     store.meters.add("catalog_changes_lost", 6)
     store.meters.set("catalog_complete", 1)
@@ -97,13 +98,14 @@ async def test_sums_become_events(store: TieredStore) -> None:
     await watcher.step()
     told = [(event.kind, event.text, dict(event.detail)) for event in events.after(0)]
     assert [kind for kind, _, _ in told] == [
-        *(EventKind.EVICTED, EventKind.SAVES_DROPPED, EventKind.SAVES_DROPPED),
+        *(EventKind.EVICTED, EventKind.SAVES_DROPPED, EventKind.SAVES_DROPPED, EventKind.SAVES_DROPPED),
         *(EventKind.CATALOG, EventKind.CATALOG),
     ]
     assert told[0][1].startswith("3 boundaries left s3")
     assert told[0][2] == {"tier": "s3", "num_bytes": 4096, "evicted": 2, "expired": 1}
-    assert told[1][2] == {"records": 3} and told[2][2] == {"tier": "redis", "full": 4}
-    assert "6 changes" in told[3][1] and "reindex" in told[4][1]
+    assert told[1][2] == {"records": 3} and told[3][2] == {"tier": "redis", "full": 4}
+    assert told[2][1].startswith("9 records of engines are missing: it was computed, but not saved: the processors")
+    assert "6 changes" in told[4][1] and "reindex" in told[5][1]
 
 
 class Silent(MemoryTier):

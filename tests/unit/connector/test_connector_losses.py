@@ -1,0 +1,154 @@
+"""What an engine reports of records that it computed and did not save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import connector.losses
+from connector.losses import Losses, Lost
+from kvstore.api import Outcome
+from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.runtime.meters import Meters
+from kvstore.store.reasons import REASONS
+from kvstore.testing.prompts import HYBRID, Prompt
+from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory, eventually
+
+PROMPT = Prompt(HYBRID, "a", 256)
+
+
+class Told(LoopBridge):
+    """A bridge that notes what its store was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[Outcome] = []
+        self.store.tell = self.outcomes.append  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def bridge() -> Iterator[Told]:
+    made = Told()
+    yield made
+    made.close()
+
+
+def lose(losses: Losses, request_id: str, tokens: int, reason: Lost = Lost.BUSY, **more: object) -> None:
+    boundary = PROMPT.boundary(tokens)
+    losses.tell(
+        request_id=request_id, namespace=PROMPT.namespace, boundary=boundary, group=1, reason=reason, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_every_word_is_known_to_the_service() -> None:
+    """Each reason has a sentence there, and each such sentence a reason here."""
+    assert set(Lost) == {word for word in REASONS if word.startswith("save_")}
+
+
+def test_a_loss_names_its_record(bridge: Told) -> None:
+    """The boundary, the bit of the group, and how many slices; counted by its reason."""
+    meters = Meters()
+    lose(Losses(bridge, meters), "r", 64, Lost.NO_ROOM, records=3, detail={"room_bytes": 5})
+    [told] = eventually(lambda: bridge.outcomes)
+    assert told.is_loss and told.num_lost == 3
+    assert (told.request, told.namespace, told.stop, told.groups) == ("r", PROMPT.namespace, PROMPT.boundary(64), 0b10)
+    assert (told.reason, told.detail["room_bytes"]) == ("save_no_room", 5)
+    assert meters.get("connector_saves_lost", reason="save_no_room") == 3
+
+
+def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred a second are told one by one, the rest as one message for each reason; no record is left uncounted, and
+    the next second begins anew.
+    """
+    monkeypatch.setattr(connector.losses, "_WINDOW_S", 0.2)
+    clock = ManualClock()
+    losses = Losses(bridge, clock=clock)
+    for number in range(1000):
+        lose(losses, f"r {number}", 64, Lost.BUSY if number % 2 else Lost.FAILED)
+    eventually(lambda: sum(told.num_lost for told in bridge.outcomes) == 1000)
+    assert len(bridge.outcomes) == 102
+    assert sorted(told.num_lost for told in bridge.outcomes)[-2:] == [450, 450]
+    assert {told.request for told in bridge.outcomes[-2:]} == {"r 998", "r 999"}
+    clock.now_s += 1.0
+    lose(losses, "later", 64)
+    eventually(lambda: bridge.outcomes[-1].request == "later")
+
+
+def test_the_end_sends_what_is_summed_up(bridge: Told) -> None:
+    """An engine that stops tells what it lost by that, at once."""
+    losses = Losses(bridge)
+    for number in range(500):
+        lose(losses, f"r {number}", 64, Lost.STOPPED)
+    losses.close()
+    eventually(lambda: sum(told.num_lost for told in bridge.outcomes) == 500)
+    losses.close()
+
+
+def test_a_closed_store_and_one_that_stands_still(bridge: Told) -> None:
+    """Neither slows nor fails a caller: a thousand losses are noted in a moment."""
+    losses = Losses(bridge)
+    with bridge.stopped():
+        started_s = time.monotonic()
+        for number in range(1000):
+            lose(losses, f"r {number}", 64)
+        assert time.monotonic() - started_s < 1.0
+    bridge.refuse_further_work()
+    for number in range(1000):
+        lose(losses, f"r {number}", 64)
+    losses.tell_always(namespace=PROMPT.namespace, group=1, reason=Lost.TOO_LARGE)
+    losses.close()
+
+
+def test_what_never_fits_is_repeated_and_logged_once(
+    bridge: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service started anew learns of it too; a new namespace takes the place of the old one; the log names the value
+    that would do.
+    """
+    monkeypatch.setattr(connector.losses, "_REPEAT_S", 0.01)
+    monkeypatch.setattr(connector.losses._log, "propagate", True)
+    losses = Losses(bridge)
+    sizes = {"pinned_bytes": 128 << 20, "needs_bytes": (308 << 20) + 1}
+    losses.tell_always(namespace=PROMPT.namespace, group=1, reason=Lost.TOO_LARGE, detail=sizes)
+    eventually(lambda: len(bridge.outcomes) > 3)
+    told = bridge.outcomes[0]
+    assert told.is_loss and (told.stop, told.num_lost, told.groups) == (None, 0, 0b10)
+    assert [record.message for record in caplog.records if "never saved" in record.message] == [
+        "kvstore: records of group 1 are never saved: one is larger than half of pinned_bytes, which is 134,217,728 "
+        'bytes: set "pinned_bytes":"309MiB" or more in kv_connector_extra_config'
+    ]
+    other = replace(PROMPT, model="other").namespace
+    losses.tell_always(namespace=other, group=1, reason=Lost.TOO_LARGE, detail=sizes)
+    eventually(lambda: bridge.outcomes[-1].namespace == other)
+    num_told = len(bridge.outcomes)
+    eventually(lambda: len(bridge.outcomes) > num_told + 3)
+    assert {told.namespace for told in bridge.outcomes[num_told:]} == {other}
+    losses.close()
+    bridge.run(_nothing)
+    num_told = len(bridge.outcomes)
+    time.sleep(0.1)
+    assert len(bridge.outcomes) == num_told
+
+
+async def _nothing(store: object) -> None:
+    pass
+
+
+def test_a_real_store_counts_them() -> None:
+    """Beside the requests, not among them."""
+    with bridge_to_memory() as bridge:
+        losses = Losses(bridge)
+        losses.tell(
+            request_id="r",
+            namespace=PROMPT.namespace,
+            boundary=Boundary(64, PrefixHash(bytes(32))),
+            group=0,
+            reason=Lost.BUSY,
+            records=2,
+        )
+        meters = bridge.store.inner.meters
+        eventually(lambda: meters.get("saves_lost", reason="save_busy") == 2)
+        assert not any(name.startswith("requests") for name in meters.snapshot())
