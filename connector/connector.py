@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -264,6 +264,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             )
             return
         facts = next(iter(proofs.values())).facts
+        # the ranks grant as much room as the one on the smallest machine has
+        facts = replace(facts, machine_bytes=min(proof.facts.machine_bytes for proof in proofs.values()))
         shape = facts.unsupported or read_shape(facts)
         if isinstance(shape, str):
             _log.warning("kvstore: this engine is not cached: %s", shape)

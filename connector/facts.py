@@ -140,6 +140,9 @@ class EngineFacts:
         adapter_rules: Settings that change what an adapter does; only those in use.
         media_rules: Settings that change what is made of a media item; only those in use.
         retention_tokens: vLLM's `prefix_cache_retention_interval`.
+        step_tokens: Most tokens that the engine computes in a step.
+        machine_bytes: Memory of the rank's machine, or of its container; 0: not known.
+        machine_ranks: Ranks of all engines of this deployment on that machine.
     """
 
     model_path: str
@@ -164,6 +167,9 @@ class EngineFacts:
     media_rules: Mapping[str, Any] = field(default_factory=dict)
     retention_tokens: int | None = None
     pp_size: int = 1
+    step_tokens: int = 0
+    machine_bytes: int = 0
+    machine_ranks: int = 1
 
     @property
     def num_ranks(self) -> int:

@@ -27,6 +27,7 @@ class SaveJob:
         block_ids: The span's blocks, or the one block that holds the state.
         retention: How long it is likely to be useful.
         trace: Passed to the store with each save; empty: none.
+        request_id: vLLM's, of the request that computed it.
     """
 
     job_id: int
@@ -38,6 +39,7 @@ class SaveJob:
     block_ids: BlockIds
     retention: Retention = Retention.NORMAL
     trace: str = ""
+    request_id: str = ""
 
     @property
     def num_blocks(self) -> int:

@@ -16,7 +16,6 @@ from kvstore.runtime.sizes import parse_bytes
 
 __all__ = ["ConnectorSettings", "cache_folder"]
 
-MIB = 1 << 20
 _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _MODES = ("both", "load", "save", "off")
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
@@ -42,8 +41,10 @@ class ConnectorSettings:
             `weights_may_change`.
         trust_mm_uuids: Take identifiers of media as their content although users may have chosen them; without it
             requests with media are not cached. A user who gives two images one identifier gets the wrong one's pages.
-        pinned_bytes: Host memory per rank for pages on their way, half of it for saves. A full prompt of saves that
-            does not fit waits for its request's next step, or is dropped at its end.
+        pinned_bytes: Host memory per rank for pages on their way, half of it for saves; on a GPU as much as that half
+            is taken from the GPU's memory too. Pages of a step that do not fit wait in their blocks for up to five
+            seconds. `None`: twice what the engine computes in a step, at least 512 MiB, at most an eighth of the
+            machine's memory shared by its ranks, and on a GPU at most 1 GiB; the log tells the value.
         memory_bytes: Memory tier of the embedded service; `None` is its default, a tenth of the RAM.
         disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
         lookup_timeout_ms: Longest wait for the answer whether anything is stored. Only this request waits, and only
@@ -71,7 +72,7 @@ class ConnectorSettings:
     weights_may_change: bool = False
     weights_id_file: str | None = None
     trust_mm_uuids: bool = False
-    pinned_bytes: int = 512 * MIB
+    pinned_bytes: int | None = None
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     lookup_timeout_ms: int = 300
@@ -142,10 +143,10 @@ class ConnectorSettings:
     def _check(self) -> None:
         if self.mode not in _MODES:
             raise InvalidRequest(f"mode must be one of {', '.join(_MODES)}", field="mode", seen=self.mode)
-        for field in ("pinned_bytes", "lookup_timeout_ms", "stall_timeout_ms", "max_wait_ms"):
+        for field in ("lookup_timeout_ms", "stall_timeout_ms", "max_wait_ms"):
             if getattr(self, field) <= 0:
                 raise InvalidRequest("expected a positive number", field=field, seen=getattr(self, field))
-        for field in ("memory_bytes", "disk_bytes"):
+        for field in ("pinned_bytes", "memory_bytes", "disk_bytes"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise InvalidRequest("expected a positive number", field=field, seen=value)

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.vllm_rules import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
+from kvstore.runtime.machine import usable_bytes
 
 __all__ = ["SUPPORTED_VLLM", "cache_layers", "read_facts", "read_name"]
 
@@ -80,6 +81,9 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         load_failure_policy=str(vllm_config.kv_transfer_config.kv_load_failure_policy),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         retention_tokens=vllm_config.cache_config.prefix_cache_retention_interval,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        machine_bytes=usable_bytes(),
+        machine_ranks=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
         **read_rules(vllm_config),
     )
 

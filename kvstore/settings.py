@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
+from kvstore.runtime.machine import usable_bytes
 from kvstore.runtime.sizes import parse_bytes
 from kvstore.tiers.locations import (
     ColdLocation,
@@ -111,7 +112,7 @@ Millis = Annotated[int, Field(gt=0)]
 
 
 def _tenth_of_ram() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 10
+    return usable_bytes() // 10  # of the container's limit where there is one: a tenth of the machine may be more
 
 
 class Settings(BaseSettings):

@@ -92,7 +92,13 @@ class Device(Protocol):
     """One rank's device: what its groups' copiers share."""
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """uint8 `[num_bytes]` on the host, fast for the device to copy to and from; content undefined."""
+        """uint8 `[num_bytes]` on the host, fast for the device to copy to and from; content undefined.
+
+        Slow, and stalls the device: called at start, for all that is needed (`HostPages`).
+
+        Raises:
+            InvalidRequest: There is not enough memory.
+        """
         ...
 
     def fence(self) -> Fence:

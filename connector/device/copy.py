@@ -35,7 +35,6 @@ from connector.device.kernels import (
 )
 from connector.device.memo import RunsMemo
 from connector.device.rows import CacheGeometry, RowPlan, plan_rows
-from connector.device.slabs import Slabs
 from connector.device.streams import Event, Stream, Streams
 from kvstore.errors import InternalError, InvalidRequest
 
@@ -72,11 +71,9 @@ class StreamDevice:
         self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
         for _ in range(num_lanes):
             self._lanes.put(_Lane(streams, page_bytes_max))
-        self._pages = Slabs(page_bytes_max, streams.host_memory)
-        self._pages.prepare(ring_bytes)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        return self._pages.take(num_bytes)
+        return self._streams.host_memory(num_bytes)
 
     def cargo_memory(self, num_bytes: int) -> torch.Tensor:
         """For a few integers on their way to the device; may be let go as soon as their copy is ordered."""

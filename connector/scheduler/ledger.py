@@ -143,6 +143,10 @@ class RequestState:
         """Note that the group's record at a boundary is stored or on its way."""
         self.present[boundary_tokens] = self.present.get(boundary_tokens, 0) | 1 << group
 
+    def forget_stored(self, boundary_tokens: int, group: int) -> None:
+        """Take `note_stored` back: it was lost on its way."""
+        self.present[boundary_tokens] = self.present.get(boundary_tokens, 0) & ~(1 << group)
+
     def extend_chain(self, tokens: int, boundary_tokens: int) -> None:
         """Hash up to the last boundary within `tokens` of what is known; only once the prompt is hashed.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -43,12 +43,14 @@ class Opening:
         *,
         cache_folder: Path,
         rank_refusals: Mapping[int, str | None],
+        on_open: Callable[[NamespaceId], None] = lambda namespace: None,
     ) -> None:
         self._settings = settings
         self._facts = facts
         self._shape = shape
         self._bridge = bridge
         self._cache_folder = cache_folder
+        self._on_open = on_open
         self._binding = 0  # counts the weights that the engine was bound to
         self._opened: tuple[int, NamespaceId] | None = None
         self._detached = False
@@ -124,6 +126,7 @@ class Opening:
             self._refuse(f"{type(error).__name__}: {error}")
         else:
             self._opened = binding, namespace
+            self._on_open(namespace)
 
     async def _find_namespace(self, store: PageStore, weights_id: str | None) -> NamespaceId:
         try:

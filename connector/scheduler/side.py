@@ -13,8 +13,10 @@ from connector.adapters import Adapters
 from connector.canonical.window import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
-from connector.jobs import AuditJobs, LoadJob, RankReport, SaveJob, StepJobs
+from connector.jobs import AuditJobs, LoadJob, RankReport, StepJobs
+from connector.losses import Losses, Lost
 from connector.prefix_hash import PrefixChain
+from connector.room import page_bytes, save_room
 from connector.scheduler.admission import Admission
 from connector.scheduler.audits import Audits
 from connector.scheduler.bridge import Bridge
@@ -24,13 +26,15 @@ from connector.scheduler.lookups import Lookups
 from connector.scheduler.opening import Opening
 from connector.scheduler.outcomes import Outcomes
 from connector.scheduler.prompt_facts import PromptFacts
-from connector.scheduler.saves import BlockPins, Saves
+from connector.scheduler.saves import BlockPins, Running, Saves
 from connector.scheduler.step_facts import StepFacts
 from connector.scheduler.timing import Timing
 from connector.settings import ConnectorSettings
 from kvstore.errors import InternalError
+from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.sizes import format_bytes
 
 __all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
 
@@ -86,13 +90,19 @@ class SchedulerSide:
             meters=self.meters,
             clock=clock,
         )
+        self.room = save_room(settings, facts, shape)
+        self._losses = Losses(bridge, self.meters)
         self.saves = Saves(
             shape,
             num_ranks=facts.num_ranks,
-            limit_bytes=settings.pinned_bytes // 2,
+            limit_bytes=self.room.in_flight_bytes,
+            num_blocks=facts.num_blocks,
             ledger=self.ledger,
             meters=self.meters,
+            losses=self._losses,
+            clock=clock,
         )
+        self._tell_room()
         # a state is offered in the step that makes it, and a window's blocks are given back after a few
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
         self._audits: Audits | None = None
@@ -104,7 +114,32 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._orphans: dict[str, RequestState] = {}  # ended while the ranks still load for them
         self._patient = True
-        self.opening = Opening(settings, facts, shape, bridge, cache_folder=cache_folder, rank_refusals=rank_refusals)
+        self.opening = Opening(
+            settings,
+            facts,
+            shape,
+            bridge,
+            cache_folder=cache_folder,
+            rank_refusals=rank_refusals,
+            on_open=self._tell_what_never_fits,
+        )
+
+    def _tell_room(self) -> None:
+        """Say how much host memory each rank takes for pages, and what there will never be room for."""
+        if not self._settings.saves:
+            return
+        room = self.room
+        _log.info("kvstore: pinned_bytes is %s for each rank: %s", format_bytes(room.pinned_bytes), room.reason)
+
+    def _tell_what_never_fits(self, namespace: NamespaceId) -> None:
+        """Say which records there will never be room for. Called on the store's thread."""
+        if not self._settings.saves:
+            return
+        for index, group in enumerate(self._shape.groups):
+            needs_bytes = 2 * page_bytes(self._shape, group)
+            if needs_bytes > self.room.pinned_bytes:
+                detail = {"pinned_bytes": self.room.pinned_bytes, "needs_bytes": needs_bytes}
+                self._losses.tell_always(namespace=namespace, group=index, reason=Lost.TOO_LARGE, detail=detail)
 
     def bind_pins(self, pins: BlockPins) -> None:
         """Set vLLM's block pool: from now on pages of requests that have ended can be saved."""
@@ -280,28 +315,22 @@ class SchedulerSide:
         for request_id in step.preempted:
             if (lost := self.ledger.find(request_id)) is not None:
                 lost.resume()
-        saves: list[SaveJob] = []
-        first_job_id = self.saves.next_job_id
-        state: RequestState | None = None
+        requests = []
+        for request_id, final_tokens in step.final_tokens.items():
+            state, offers = self.ledger.find(request_id), step.offers.get(request_id, ())
+            if state is not None and self._saves(state):
+                assert self.opening.namespace is not None
+                tables = partial(step.tables.__getitem__, request_id)
+                requests.append(Running(state, self.opening.namespace, final_tokens, tables, offers))
+            elif state is not None and offers and self._awaits_hash(state):
+                self.meters.add("connector_saves", outcome="not_hashed")  # a state, for good
+        saves = self.saves.plan_step(requests)
         try:
-            for request_id, final_tokens in step.final_tokens.items():
-                state = self.ledger.find(request_id)
-                if state is not None and self._saves(state):
-                    assert self.opening.namespace is not None
-                    offers = step.offers.get(request_id, ())
-                    tables = partial(step.tables.__getitem__, request_id)
-                    saves += self.saves.plan_step(state, self.opening.namespace, final_tokens, tables, offers)
-                elif state is not None and request_id in step.offers and self._awaits_hash(state):
-                    self.meters.add("connector_saves", outcome="not_hashed")  # a state, for good
-            state = None
             audit = self._plan_audit(step)
         except BaseException:
-            self.saves.withdraw(first_job_id)
-            if state is not None:
-                state.save_stopped = True  # or it would fail in every step, and no load would ever reach the ranks
+            self.saves.withdraw(saves)
             raise
-        # last, so that an error above cannot lose a load that vLLM waits for, or a page whose blocks are pinned
-        saves += self.saves.take_ended()
+        # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
         return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audit=audit)
 
@@ -318,7 +347,7 @@ class SchedulerSide:
 
     def _can_save(self, state: RequestState) -> bool:
         """Whether pages of this request can be saved once its prompt is hashed, which has begun then."""
-        if not self._settings.saves or not state.flags.save:
+        if not self._settings.saves or not state.flags.save or not self.room.fits_all:
             return False
         if not self.is_ready or state.chain is None or state.save_stopped:
             return False
@@ -386,6 +415,8 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """End every lease and stop asking. Idempotent."""
         self.opening.cancel()
+        self.saves.close()
+        self._losses.close()
         for state in self.ledger:
             self._lookups.forget(state)
             self.ledger.close(state.request_id)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import xxhash
 
-from connector.device.base import Device, PageGather, Ticket
+from connector.device.base import PageGather, Ticket
+from connector.device.host_pages import PageShare
 from connector.jobs import AuditJob, AuditJobs, LoadPiece
 from connector.scheduler.bridge import Bridge
 from connector.worker.differences import (
@@ -24,7 +25,7 @@ from connector.worker.differences import (
     some_blocks,
 )
 from connector.worker.groups import RankGroup
-from connector.worker.staging import BufferPool, view
+from connector.worker.staging import view
 from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import Closed, CorruptRecord, KVStoreError
@@ -50,10 +51,9 @@ class Auditor:
     Args:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        device: The device of their blocks.
+        pages: Host memory for copies of blocks.
         compute_dtype: Type of the engine's activations.
         pool: Threads for comparing.
-        limit_bytes: Host memory for pages in flight.
         meters: Counters.
     """
 
@@ -61,18 +61,17 @@ class Auditor:
         self,
         bridge: Bridge,
         groups: Sequence[RankGroup],
-        device: Device,
+        pages: PageShare,
         *,
         compute_dtype: str,
         pool: CodecPool,
-        limit_bytes: int,
         meters: Meters,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)
         self._bounds = [bound_for(compute_dtype, group.shape.facts.content) for group in groups]
         self._pool = pool
-        self._buffers = BufferPool(limit_bytes, device.host_memory)
+        self._pages = pages
         self._meters = meters
         self._lock = threading.Lock()
         self._placed: dict[str, list[_Placed]] = {}  # by request, until its first forward
@@ -287,12 +286,12 @@ class Auditor:
     def _put_back(self, copies: Iterable[_Copy | None]) -> None:
         for copy in copies:
             if copy is not None:
-                self._buffers.put(copy.page)
+                self._pages.put(copy.page)
 
     def _gather(self, piece: LoadPiece) -> _Copy | None:
         """Start to copy the piece's blocks to host memory; `None`: there is no room."""
         group = self._groups[piece.key.group]
-        page = self._buffers.take(group.plan.decoded_bytes(piece.num_blocks))
+        page = self._pages.take(group.plan.decoded_bytes(piece.num_blocks))
         if page is None:
             self._skip("no buffer")
             return None
@@ -300,10 +299,10 @@ class Auditor:
             runs = group.plan.runs(piece.key.slice, piece.num_blocks)
             (ticket,) = group.copier.gather_all([PageGather(runs, piece.block_ids, page)])
         except BaseException:
-            self._buffers.put(page)
+            self._pages.put(page)
             raise
         if ticket is None:
-            self._buffers.put(page)
+            self._pages.put(page)
             self._skip("no room on the device")
             return None
         return _Copy(page, ticket)

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -16,18 +17,20 @@ from operator import attrgetter
 import torch
 
 from connector.device.base import PageGather, Ticket
+from connector.device.host_pages import PageShare
 from connector.jobs import RankReport, SaveJob
+from connector.losses import Losses, Lost
 from connector.scheduler.bridge import Bridge
 from connector.worker.groups import RankGroup
 from connector.worker.spare_time import SpareTime
-from connector.worker.staging import BufferPool, RecordMemory, view
+from connector.worker.staging import RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
 from kvstore.codec import encode, max_payload_bytes
-from kvstore.errors import Closed, KVStoreError
+from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, seal
-from kvstore.model.keys import RecordKey
+from kvstore.model.keys import Boundary, RecordKey
 from kvstore.model.spans import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
@@ -37,6 +40,9 @@ __all__ = ["Saver"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
+_LOST = {"busy": Lost.BUSY, "stopped": Lost.STOPPED, "no_buffer": Lost.NO_ROOM, "no_room": Lost.NO_ROOM}
+"""Why a record is lost, by the outcome of its save; all others: the store did not take it."""
+
 _group_of = attrgetter("group")
 
 
@@ -52,9 +58,10 @@ class Saver:
         page_tokens: Tokens per page.
         threads: For encoding.
         patience_s: How long a page may wait for idle processors while there is room for others.
-        buffers: Host memory for pages in flight.
+        pages: Host memory for pages in flight.
         memory: Where records are made.
         meters: Counters.
+        losses: Told what could not be saved.
     """
 
     def __init__(
@@ -65,21 +72,23 @@ class Saver:
         page_tokens: int,
         threads: SpareTime,
         patience_s: float,
-        buffers: BufferPool,
+        pages: PageShare,
         memory: RecordMemory,
         meters: Meters,
+        losses: Losses,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)
         self._page_tokens = page_tokens
         self._threads = threads
         self._patience_s = patience_s
-        self._buffers = buffers
+        self._pages = pages
         self._memory = memory
         self._meters = meters
+        self._losses = losses
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._open_slices: dict[int, int] = {}
+        self._open: dict[int, _Open] = {}  # by job id
         self._report = RankReport()
         # pages arrive in the order in which they were gathered: one thread waits for the next, no codec thread
         self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="arrivals")
@@ -96,7 +105,7 @@ class Saver:
         with self._lock:
             for job in jobs:
                 if slices := len(self._written(job)):
-                    self._open_slices[job.job_id] = slices
+                    self._open[job.job_id] = _Open(job, slices)
                 else:  # another replica's turn
                     self._report.saves_done[job.job_id] = 1
         try:
@@ -117,7 +126,7 @@ class Saver:
         try:
             while left:
                 job, slice_index = left[0]
-                page = self._buffers.take(group.plan.decoded_bytes(job.num_blocks))
+                page = self._pages.take(group.plan.decoded_bytes(job.num_blocks))
                 left.popleft()
                 if page is None:
                     self._done(job.job_id, "no_buffer")
@@ -132,7 +141,7 @@ class Saver:
             for ticket in tickets:
                 job, slice_index, page = held[0]
                 if ticket is None:
-                    self._buffers.put(page)
+                    self._pages.put(page)
                     self._done(job.job_id, "no_room")
                 else:
                     header = self._header(group, job, slice_index, page.numel())
@@ -143,7 +152,7 @@ class Saver:
             pass  # the engine is shutting down, and its saves end
         finally:
             for job, _, page in held:
-                self._buffers.put(page)
+                self._pages.put(page)
                 self._done(job.job_id, "failed")
             for job, _ in left:
                 self._done(job.job_id, "failed")
@@ -179,17 +188,22 @@ class Saver:
         deadline = Deadline.after(_SAVE_DEADLINE_S)
         room = HEADER_BYTES + max_payload_bytes(gathered.page.numel())
         try:
-            # scratch memory on top of the page buffers: bounded by the threads, which admit a few jobs at a time
-            buffer = self._memory.take(room)
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
-            patience_s = 0.0 if self._buffers.is_half_used else self._patience_s
-            record = await self._threads.run(
-                room, lambda: _seal(gathered, buffer), patience_s=patience_s, deadline=deadline
-            )
-        finally:
+        except BaseException:
             # even if it has not arrived: whatever is copied there next is ordered after this copy
-            self._buffers.put(gathered.page)
+            self._pages.put(gathered.page)
+            raise
+        try:
+            record = await self._threads.run(
+                room,
+                lambda: partial(_seal, gathered, self._memory.take(room)),
+                patience_s=0.0 if self._pages.is_half_used else self._patience_s,
+                deadline=deadline,
+                release=lambda: self._pages.put(gathered.page),
+            )
+        except Unavailable:
+            return "busy"
         self._meters.add("connector_raw_bytes_saved", gathered.header.decoded_bytes)
         outcome = await store.save(record, retention=gathered.retention, deadline=deadline)
         if outcome is SaveOutcome.STORED:
@@ -197,16 +211,34 @@ class Saver:
         return outcome.value
 
     def _done(self, job_id: int, outcome: str) -> None:
-        self._meters.add("connector_saves", outcome=outcome)
+        """A slice of a job has ended. Called on any thread."""
         with self._lock:
-            if outcome not in ("stored", "exists"):
+            open_job = self._open.get(job_id)
+            if open_job is None:  # given up when the engine stopped
+                return
+            is_lost = outcome not in ("stored", "exists")
+            is_first = is_lost and job_id not in self._report.saves_failed
+            if is_lost:
                 self._report.saves_failed.add(job_id)
-            self._open_slices[job_id] -= 1
-            if self._open_slices[job_id] == 0:
-                del self._open_slices[job_id]
+            open_job.slices -= 1
+            if not open_job.slices:
+                del self._open[job_id]
                 self._report.saves_done[job_id] = 1
-            if not self._open_slices:
+            if not self._open:
                 self._idle.notify_all()
+        self._meters.add("connector_saves", outcome=outcome)
+        if is_first:
+            self._tell_loss(open_job.job, outcome)
+
+    def _tell_loss(self, job: SaveJob, outcome: str) -> None:
+        self._losses.tell(
+            request_id=job.request_id,
+            namespace=job.namespace,
+            boundary=Boundary(job.stop_tokens, job.prefix),
+            group=job.group,
+            reason=_LOST.get(outcome, Lost.FAILED),
+            detail={} if outcome in _LOST else {"outcome": outcome},
+        )
 
     def take_report(self) -> RankReport | None:
         """What was finished since the last call, or `None`."""
@@ -217,13 +249,42 @@ class Saver:
             return report
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is sent. False: it took too long; what is lost costs later misses."""
+        """Wait until everything is sent. False: it took too long."""
         with self._lock:
-            return self._idle.wait_for(lambda: not self._open_slices, timeout_s)
+            return self._idle.wait_for(lambda: not self._open, timeout_s)
 
-    def close(self) -> None:
-        """Stop waiting for pages. Idempotent."""
+    def finish(self, timeout_s: float) -> None:
+        """Send what is open as fast as possible, and count, log and tell what could not be sent in time. Idempotent."""
+
+        async def hurry(store: PageStore) -> None:
+            self._threads.hurry()
+
+        if not self.drain(0):
+            with suppress(Closed):
+                self._bridge.submit(hurry)
+            self.drain(timeout_s)
+        with self._lock:
+            lost, self._open = list(self._open.values()), {}
+        for open_job in lost:
+            self._meters.add("connector_saves", open_job.slices, outcome="stopped")
+            self._tell_loss(open_job.job, "stopped")
+        if lost:
+            requests = {open_job.job.request_id for open_job in lost}
+            _log.warning(
+                "kvstore: the engine stopped before %d pages of %d requests were saved: %s",
+                len(lost),
+                len(requests),
+                ", ".join(sorted(requests)[:5]),
+            )
         self._arrivals.shutdown(wait=False)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A job of which slices are open."""
+
+    job: SaveJob
+    slices: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,22 +11,32 @@ from collections.abc import Sequence
 import torch
 
 from connector.device.base import Device, PageGather
+from connector.device.host_pages import HostPages
+from connector.identity import GroupShape
 from connector.worker.groups import RankGroup
 from kvstore.errors import InvalidRequest
 
-__all__ = ["check_round_trip"]
+__all__ = ["check_bytes", "check_round_trip"]
 
 _BLOCKS = 2
+_GAPS_BYTES = 1 << 20
+"""Between pages, which start at multiples of 512 bytes."""
+
+
+def check_bytes(groups: Sequence[GroupShape]) -> int:
+    """Host memory that the check of each of these groups needs."""
+    return max(group.facts.rank_block_bytes * (1 if group.is_state else _BLOCKS) for group in groups) + _GAPS_BYTES
 
 
 @torch.inference_mode()
-def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: Device) -> None:
+def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: Device, pages: HostPages) -> None:
     """Copy some blocks to others through host pages, compare, and restore the old content.
 
     Args:
         group: The group.
         layers: Its cache tensors, dimension 0 = blocks, whose content nobody uses yet.
         device: Their device.
+        pages: Host memory of that device, at least `check_bytes`.
 
     Raises:
         InvalidRequest: The copies are not equal; the group must not be cached.
@@ -43,7 +53,7 @@ def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: D
         for cache, feed in caches:
             noise = torch.randint(0, 256, cache[sources[feed]].shape, dtype=torch.uint8, generator=generator)
             cache[sources[feed]] = noise.to(cache.device)
-        _copy(group, device, sources, targets)
+        _copy(group, device, pages, sources, targets)
         equal &= all(torch.equal(cache[sources[feed]], cache[targets[feed]]) for cache, feed in caches)
     for (cache, feed), content in zip(caches, kept, strict=True):
         cache[low[feed] + high[feed]] = content
@@ -61,16 +71,16 @@ def _disjoint_tables(num_tables: int, num_blocks: int, cache_blocks: int) -> tup
     return low, high
 
 
-def _copy(group: RankGroup, device: Device, sources: list[list[int]], targets: list[list[int]]) -> None:
+def _copy(
+    group: RankGroup, device: Device, host: HostPages, sources: list[list[int]], targets: list[list[int]]
+) -> None:
     num_blocks = len(sources[0])
-    pages = [
-        PageGather(
-            group.plan.runs(slice_index, num_blocks),
-            sources,
-            device.host_memory(group.plan.decoded_bytes(num_blocks)),
-        )
-        for slice_index in group.held
-    ]
+    page_bytes = group.plan.decoded_bytes(num_blocks)
+    pages = []
+    for slice_index in group.held:
+        memory = host.take(page_bytes)
+        assert memory is not None, "the host has no room for a page"
+        pages.append(PageGather(group.plan.runs(slice_index, num_blocks), sources, memory))
     for page, ticket in zip(pages, group.copier.gather_all(pages), strict=True):
         if ticket is None:
             raise InvalidRequest("the device has no room for a page", page_bytes=page.target.numel())
@@ -78,3 +88,4 @@ def _copy(group: RankGroup, device: Device, sources: list[list[int]], targets: l
     after = device.fence()
     for page in pages:
         group.copier.scatter(page.runs, targets, page.target, 0, after)
+        host.put(page.target)

@@ -10,22 +10,24 @@ import torch
 from connector.device.base import Device
 from connector.device.choose import open_device
 from connector.device.cpu import CpuDevice
+from connector.device.host_pages import HostPages, PageShare
 from connector.facts import EngineFacts
-from connector.identity import CacheShape, GroupShape
+from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
+from connector.losses import Losses
+from connector.room import page_bytes, save_room
 from connector.scheduler.bridge import Bridge
 from connector.settings import ConnectorSettings
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup, prove_group
 from connector.worker.loader import Loader
 from connector.worker.saver import Saver
-from connector.worker.self_check import check_round_trip
+from connector.worker.self_check import check_bytes, check_round_trip
 from connector.worker.spare_time import SpareTime
-from connector.worker.staging import BufferPool, RecordMemory
+from connector.worker.staging import RecordMemory
 from connector.worker.warm import Warmer, memory_ranges
-from kvstore.codec import CodecPool, max_payload_bytes
+from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest
-from kvstore.format.record import HEADER_BYTES
 from kvstore.runtime.meters import Meters
 
 __all__ = ["WorkerSide"]
@@ -36,7 +38,8 @@ _EMPTY_STEP_S = 0.005
 _PATIENCE_S = 1.0
 """How long a page waits for idle processors before it is encoded beside the engine's computing."""
 _PREPARED_BYTES = 64 << 20
-"""Bytes of save buffers that are warm for the engine's first steps."""
+"""Bytes of host pages that are warm for the engine's first steps."""
+_AUDIT_SHARE = 4
 
 
 class WorkerSide:
@@ -54,7 +57,8 @@ class WorkerSide:
         self._shape = shape
         self._bridge = bridge
         self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
-        self._limit_bytes = max(settings.pinned_bytes // 2, 64 << 20)
+        self._room = save_room(settings, facts, shape)
+        self._limit_bytes = max(self._room.in_flight_bytes, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
         self._save_threads: SpareTime | None = None
         self._memory: RecordMemory | None = None
@@ -72,27 +76,24 @@ class WorkerSide:
         Args:
             layers_of: Returns the tensors of layers by name, dimension 0 = the manager's blocks.
         """
-        gathers = self._settings.saves or self._settings.audit_rate > 0
-        wanted_bytes = self._settings.pinned_bytes // 2 if gathers else 0
-        save_bytes = max(wanted_bytes, self._largest_page_bytes())  # the check of the device needs a page, too
         try:
-            device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device, save_bytes)
+            slice_bytes = self._largest_slice_bytes()
+            scratch_bytes = self._num_threads * slice_bytes
+            device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device)
+            # all of it at once: memory that is pinned later stalls the engine's thread and the device
+            memory = device.host_memory(scratch_bytes + self._gathered_bytes())
+            scratch, pages = memory[:scratch_bytes].split(slice_bytes), HostPages(memory[scratch_bytes:])
             self.groups = tuple(
                 prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
                 for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
             )
             for group in self.groups:
-                check_round_trip(group, layers_of(group.shape.facts.layer_names), device)
+                check_round_trip(group, layers_of(group.shape.facts.layer_names), device, pages)
         except InvalidRequest as error:
             self.refusal = str(error)
             return
-        page_bytes, pages = self._largest_slice_bytes(), BufferPool(save_bytes, device.host_memory)
         # loads, for which requests wait, never queue behind saves
-        self._save_threads = SpareTime(
-            num_threads=max(1, self._num_threads // 2),
-            job_bytes_max=HEADER_BYTES + max_payload_bytes(self._largest_page_bytes()),
-            limit_bytes=self._limit_bytes,
-        )
+        self._save_threads = SpareTime(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
         self._memory = RecordMemory()
         self.saver = Saver(
             self._bridge,
@@ -101,21 +102,21 @@ class WorkerSide:
             threads=self._save_threads,
             # an engine that only saves does so for others, who wait for its pages
             patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
-            buffers=pages,
+            # a page that is encoded a second time is still read by the first thread when its job is done
+            pages=PageShare(pages, self._room.in_flight_bytes + scratch_bytes),
             memory=self._memory,
             meters=self.meters,
+            losses=Losses(self._bridge, self.meters),
         )
         if self._settings.audit_rate > 0:
             self.auditor = Auditor(
                 self._bridge,
                 self.groups,
-                device,
+                PageShare(pages, self._room.pinned_bytes // _AUDIT_SHARE),
                 compute_dtype=self._facts.compute_dtype,
                 pool=self._pool,
-                limit_bytes=save_bytes,
                 meters=self.meters,
             )
-        scratch = [device.host_memory(page_bytes) for _ in range(self._num_threads)]
         self.loader = Loader(
             self._bridge,
             self.groups,
@@ -129,25 +130,29 @@ class WorkerSide:
         )
         if isinstance(device, CpuDevice):
             layers = [layer for group in self._shape.groups for layer in layers_of(group.facts.layer_names)]
-            prepared = pages.prepare(page_bytes, _PREPARED_BYTES)
-            self._warmer = Warmer(memory_ranges([*scratch, *prepared, *layers]))
+            warm_bytes = min(memory.numel(), scratch_bytes + _PREPARED_BYTES)
+            self._warmer = Warmer([(memory.data_ptr(), warm_bytes), *memory_ranges(layers)])
         self.refusal = None
 
-    def _open_device(self, where: torch.device, save_bytes: int) -> Device:
-        page_bytes = self._largest_slice_bytes()
-        return open_device(where, ring_bytes=save_bytes, page_bytes_max=page_bytes, num_lanes=self._num_threads)
+    def _open_device(self, where: torch.device) -> Device:
+        """The device, with a ring for as many pages as may be in flight; the check of its copies needs one of them."""
+        ring_bytes = max(self._room.in_flight_bytes if self._gathers else 0, check_bytes(self._shape.groups))
+        slice_bytes = self._largest_slice_bytes()
+        return open_device(where, ring_bytes=ring_bytes, page_bytes_max=slice_bytes, num_lanes=self._num_threads)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether pages are copied from blocks after the start: not if an engine only loads, and audits nothing."""
+        return self._settings.saves or self._settings.audit_rate > 0
+
+    def _gathered_bytes(self) -> int:
+        """Host memory for pages copied from blocks; the check of the device's copies needs some in any case."""
+        return max(self._room.pinned_bytes if self._gathers else 0, check_bytes(self._shape.groups))
 
     def _largest_slice_bytes(self) -> int:
         held = [len(group.slices.slices_of(0, self._facts.tp_size)) for group in self._shape.groups]
-        return max(self._page_bytes(group) // slices for group, slices in zip(self._shape.groups, held, strict=True))
-
-    def _largest_page_bytes(self) -> int:
-        return max(map(self._page_bytes, self._shape.groups))
-
-    def _page_bytes(self, group: GroupShape) -> int:
-        """Bytes of one page (or state), all slices on this rank."""
-        num_blocks = 1 if group.is_state else self._shape.layout.page_tokens // group.facts.block_tokens
-        return group.facts.rank_block_bytes * num_blocks
+        sizes = zip(self._shape.groups, held, strict=True)
+        return max(page_bytes(self._shape, group) // slices for group, slices in sizes)
 
     def start_loads(self, jobs: StepJobs) -> None:
         if self.loader is not None:
@@ -188,8 +193,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Finish pending saves within a time limit, then stop. Idempotent."""
         if self.saver is not None:
-            self.saver.drain(_DRAIN_S)
-            self.saver.close()
+            self.saver.finish(_DRAIN_S)
         if self._memory is not None:
             self._memory.close()
         if self._warmer is not None:

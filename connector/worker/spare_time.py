@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,32 +25,86 @@ class SpareTime:
     lowest priority such a thread runs between kernels and between steps. It may then be put aside while it holds the
     interpreter's lock; the thread that waits for the lock leaves it a processor.
 
+    Beside other busy processes such a thread may get next to no time at all, and a process may not raise a thread's
+    priority again. So what takes too long is done once more, by a thread of normal priority.
+
     Args:
         num_threads: Threads of either priority.
-        job_bytes_max: Bytes of the largest job.
-        limit_bytes: Byte budget of the jobs at normal priority.
+        limit_bytes: Byte budget of the jobs at either priority; at least the largest job.
     """
 
-    def __init__(self, *, num_threads: int, job_bytes_max: int, limit_bytes: int) -> None:
-        # one job is ready for each thread, and one more: what waits behind them can still be taken elsewhere
-        spare_bytes = (num_threads + 1) * job_bytes_max
-        self._spare = CodecPool(num_threads=num_threads, limit_bytes=spare_bytes, niceness=_NICENESS)
-        self._normal = CodecPool(num_threads=num_threads, limit_bytes=max(limit_bytes, job_bytes_max))
+    def __init__(self, *, num_threads: int, limit_bytes: int) -> None:
+        self._spare = CodecPool(num_threads=num_threads, limit_bytes=limit_bytes, niceness=_NICENESS)
+        self._normal = CodecPool(num_threads=num_threads, limit_bytes=limit_bytes)
+        self._patient: set[asyncio.Timeout] = set()
+        self._in_haste = False
 
-    async def run(self, num_bytes: int, work: Callable[[], Result], *, patience_s: float, deadline: Deadline) -> Result:
-        """Run `work` and return its result, as `CodecPool.run`; after `patience_s` without a start at normal priority.
+    async def run(
+        self,
+        num_bytes: int,
+        begin: Callable[[], Callable[[], Result]],
+        *,
+        patience_s: float,
+        deadline: Deadline,
+        release: Callable[[], None],
+    ) -> Result:
+        """Run a job and return its result. Belongs to one event loop, as `hurry` does.
 
-        `work` raises no `Unavailable`: that would be taken for a wait that was too long.
+        Args:
+            num_bytes: What it counts in the budget.
+            begin: Called here before each try; returns the job, with memory of its own for its result.
+            patience_s: After this long without a result the job is done again at normal priority.
+            deadline: Limits the wait for a thread, not the work.
+            release: Called once, when no thread reads the job's input any more; it may be after `run` has returned.
 
         Raises:
             Unavailable: It could not start until the deadline.
-            InvalidRequest: It is larger than the largest job.
+            InvalidRequest: It is larger than the budget.
             Closed: `close` was called.
         """
+        readers = 1  # this call, until it starts no further try
+
+        def ended(_: object = None) -> None:
+            nonlocal readers
+            readers -= 1
+            if not readers:
+                release()
+
+        def start(pool: CodecPool) -> asyncio.Future[Result]:
+            nonlocal readers
+            trying = asyncio.ensure_future(pool.run(num_bytes, begin(), deadline=deadline))
+            readers += 1
+            trying.add_done_callback(ended)
+            return trying
+
         try:
-            return await self._spare.run(num_bytes, work, deadline=deadline.earlier(patience_s))
-        except Unavailable:
-            return await self._normal.run(num_bytes, work, deadline=deadline)
+            if patience_s > 0 and not self._in_haste:
+                spare = start(self._spare)
+                try:
+                    return await self._patiently(spare, patience_s)
+                except (TimeoutError, Unavailable):
+                    pass
+                finally:
+                    spare.cancel()  # it is done once its thread is, if that has begun
+            return await start(self._normal)
+        finally:
+            ended()
+
+    async def _patiently(self, trying: asyncio.Future[Result], patience_s: float) -> Result:
+        """The result, or `TimeoutError` when the patience is over."""
+        async with asyncio.timeout(patience_s) as patience:
+            self._patient.add(patience)
+            try:
+                return await asyncio.shield(trying)
+            finally:
+                self._patient.discard(patience)
+
+    def hurry(self) -> None:
+        """Have no patience from now on, for what waits already either: the engine stops."""
+        self._in_haste = True
+        now_s = asyncio.get_running_loop().time()
+        for patience in self._patient:
+            patience.reschedule(now_s)
 
     def close(self) -> None:
         """Fail what waits, and wait for what was started. Idempotent."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Report
 from kvstore.doctor.sizes import size
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.machine import container_bytes, machine_bytes
 from kvstore.settings import Settings
 
 __all__ = ["MachineFacts", "judge_memlock", "judge_memory", "judge_shared_memory", "machine_check"]
@@ -20,7 +19,6 @@ __all__ = ["MachineFacts", "judge_memlock", "judge_memory", "judge_shared_memory
 _PINNED_BYTES = 512 << 20
 """The connector's default of `pinned_bytes`, per rank."""
 _SHM_BYTES_MIN = 1 << 30
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +100,13 @@ def judge_memory(facts: MachineFacts, wanted_bytes: int) -> Finding:
 
 def read_facts() -> MachineFacts:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return MachineFacts(
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         has_memfd=_has_memfd(),
         shm_bytes=_total_bytes(Path("/dev/shm")),
-        memory_bytes=memory_bytes,
-        container_bytes=_least(_CGROUP_LIMITS, memory_bytes),
+        memory_bytes=machine_bytes(),
+        container_bytes=container_bytes(),
     )
 
 
@@ -127,11 +124,3 @@ def _total_bytes(path: Path) -> int | None:
     except OSError:
         return None
     return seen.f_blocks * seen.f_frsize
-
-
-def _least(paths: Iterable[Path], below: int) -> int | None:
-    found = []
-    for path in paths:
-        with suppress(OSError, ValueError):
-            found.append(int(path.read_text()))
-    return min((number for number in found if number < below), default=None)

@@ -15,7 +15,6 @@ import secrets
 import struct
 import threading
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.free_ranges import FreeRanges
 from kvstore.runtime.prefault import populate_paced, spare_bytes
 
 __all__ = ["Arena", "ArenaView", "Place"]
@@ -73,9 +73,7 @@ class Arena:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._stamp = 0
         self._stamps: dict[int, int] = {}  # of live buffers, by start
-        self._sizes: list[tuple[int, int]] = [(capacity_bytes, 0)]  # free ranges: (bytes, start), ascending
-        self._starts = {0: capacity_bytes}  # the free ranges again: start to bytes
-        self._stops = {capacity_bytes: 0}  # the free ranges again: stop to start
+        self._free = FreeRanges(capacity_bytes)
         self._returned: deque[tuple[int, int]] = deque()  # dropped in any thread, not yet free
         self._used_stop = 0
         self._warmer = _Warmer(self._address, capacity_bytes, ahead_bytes)
@@ -116,13 +114,9 @@ class Arena:
             return None
         self._collect()
         needed = _rounded(_HEAD_BYTES + num_bytes)
-        index = bisect_left(self._sizes, (needed, 0))  # best fit: tends to reuse memory that is resident
-        if index == len(self._sizes):
+        start = self._free.take(needed)
+        if start is None:
             return None
-        size, start = self._sizes[index]
-        self._unlist(start, size)
-        if size > needed:
-            self._list(start + needed, size - needed)
         self._used_stop = max(self._used_stop, start + needed)
         self._warmer.want(self._used_stop)
         self._stamp += 1
@@ -143,7 +137,7 @@ class Arena:
     def free_bytes(self) -> int:
         """Bytes of all free ranges."""
         self._collect()
-        return sum(self._starts.values())
+        return self._free.free_bytes
 
     def close(self) -> None:
         """Stop the warming, close the descriptor and allocate no more; live buffers stay valid. Idempotent."""
@@ -160,24 +154,7 @@ class Arena:
             start, size = self._returned.popleft()
             del self._stamps[start]
             _HEAD.pack_into(memory, start, 0)
-            stop = start + size
-            if (before := self._stops.get(start)) is not None:
-                self._unlist(before, start - before)
-                start = before
-            if (after_bytes := self._starts.get(stop)) is not None:
-                self._unlist(stop, after_bytes)
-                stop += after_bytes
-            self._list(start, stop - start)
-
-    def _list(self, start: int, size: int) -> None:
-        insort(self._sizes, (size, start))
-        self._starts[start] = size
-        self._stops[start + size] = start
-
-    def _unlist(self, start: int, size: int) -> None:
-        del self._sizes[bisect_left(self._sizes, (size, start))]
-        del self._starts[start]
-        del self._stops[start + size]
+            self._free.give(start, size)
 
 
 class ArenaView:

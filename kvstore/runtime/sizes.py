@@ -1,10 +1,10 @@
-"""Parses sizes in bytes as people write them: one grammar for the service and the connector."""
+"""Sizes in bytes as people write them: one grammar for the service and the connector."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes"]
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -26,3 +26,12 @@ def parse_bytes(value: object) -> int:
     if match is None or unit is None or ("." in match[1] and unit == 1):
         raise ValueError("expected bytes, like 8GiB, 500MB or 1048576")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`512MiB`, `1.5GiB`, `96B`: the largest unit that leaves a number of at least one; `parse_bytes` reads it."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << power:
+            text = f"{num_bytes / (1 << power):.1f}"
+            return f"{text.removesuffix('.0')}{unit}"
+    return f"{num_bytes}B"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.architecture.sources import FOLDERS, PACKAGES, ROOT, files, tree
 
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 # `except Exception` stands where a piece of work ends that nobody else would end: it reports, it never hides.
@@ -57,7 +57,7 @@ def test_names_of_test_files_are_unique() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_files_are_short(folder: str) -> None:
-    """No file needs more than 400 lines."""
+    """No file needs more than 600 lines: borders follow knowledge, and most files are far shorter."""
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in files(folder)}
     assert {path: length for path, length in lengths.items() if length > FILE_LINES_MAX} == {}
 

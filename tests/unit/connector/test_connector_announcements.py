@@ -81,7 +81,7 @@ def test_a_page_that_was_not_stored_is_not_told(made: World) -> None:
     made.ranks_done(job.job_id, failed=(job.job_id,))
     come(made, "s", PAGE)
     (job,) = made.step({"s": PAGE}).saves
-    made.side.saves.withdraw(job.job_id)
+    made.side.saves.withdraw([job])
     made.ranks_done(job.job_id)
     assert announcements(made).take() == []
     assert not announcements(made).has_pending

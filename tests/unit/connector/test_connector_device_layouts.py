@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from connector.device.base import PageGather
 from connector.device.copy import StreamDevice
+from connector.device.host_pages import HostPages
 from connector.device.streams import InlineStreams
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.worker.groups import RankGroup, prove_group
@@ -148,7 +149,8 @@ def test_any_engine_resumes_from_it(layout: KVCacheLayout, block_tokens: int, ke
     source = engine(KVCacheLayout.BLNHC, 16, None)
     source.fill()
     target = engine(layout, block_tokens, kernel_tokens)
-    check_round_trip(target.group, target.views, target.device)
+    host = HostPages(torch.empty(1 << 20, dtype=torch.uint8))
+    check_round_trip(target.group, target.views, target.device, host)
     target.scatter(source.gather())
     assert torch.equal(target.content(), CONTENT)
     assert target.shape.layout == source.shape.layout

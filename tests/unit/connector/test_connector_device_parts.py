@@ -18,7 +18,6 @@ from connector.device.copy import Ring, StreamDevice
 from connector.device.cpu import CpuDevice
 from connector.device.kernels import join_planes, split_planes
 from connector.device.rows import CacheGeometry, plan_rows
-from connector.device.slabs import Slabs
 from connector.device.streams import InlineStreams
 from connector.device.strips import LayerPlace, Strip, fold_runs
 from kvstore.errors import InternalError, InvalidRequest
@@ -194,31 +193,3 @@ def test_the_device_of_a_cache() -> None:
     assert isinstance(open_device(torch.device("cpu"), ring_bytes=1, page_bytes_max=1, num_lanes=1), CpuDevice)
     with pytest.raises(InvalidRequest, match="meta"):
         open_device(torch.device("meta"), ring_bytes=1, page_bytes_max=1, num_lanes=1)
-
-
-@given(st.lists(st.integers(1, 5000), max_size=60))
-def test_pages_of_a_slab_are_nobody_elses(sizes: list[int]) -> None:
-    """Pages of any sizes: none overlaps another."""
-    slabs = Slabs(3000, lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
-    pages = [slabs.take(size).fill_(number) for number, size in enumerate(sizes)]
-    for number, (page, size) in enumerate(zip(pages, sizes, strict=True)):
-        assert page.shape == (size,) and page.is_contiguous() and page.storage_offset() % 512 == 0
-        assert set(page.tolist()) == {number}
-
-
-def test_slabs_waste_an_eighth_at_most() -> None:
-    """What is pinned for pages of an awkward size, which torch alone would have rounded up to twice as much."""
-
-    def pin(num_bytes: int) -> torch.Tensor:
-        assert num_bytes == 1 << (num_bytes - 1).bit_length()  # else torch would pin more than is asked for
-        slab = torch.empty(num_bytes, dtype=torch.uint8)
-        sizes.append(num_bytes)
-        return slab
-
-    sizes: list[int] = []
-    slabs = Slabs(1_100_000, pin)
-    pages = [slabs.take(1_100_000) for _ in range(100)]  # none is touched
-    assert len(pages) * 1_100_000 >= sum(sizes) * 7 / 8 - slabs.slab_bytes
-    num_slabs = len(sizes)
-    slabs.prepare(5 * slabs.slab_bytes + 1)
-    assert len(sizes) == num_slabs + 6

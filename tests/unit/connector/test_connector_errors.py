@@ -155,7 +155,7 @@ def test_a_comparison_that_dies_is_counted_and_told(
         assert engine.result() == ({"r"}, set())
     assert engine.meters.get("connector_audit_skipped") == 1
     assert "ZeroDivisionError" in caplog.text
-    assert engine.side.auditor is not None and engine.side.auditor._buffers.used_bytes == 0
+    assert engine.side.auditor is not None and engine.side.auditor._pages.used_bytes == 0
 
 
 def test_an_audit_that_dies_loses_no_report(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:

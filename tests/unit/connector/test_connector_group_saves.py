@@ -10,12 +10,13 @@ import pytest
 from connector.facts import GroupFacts
 from connector.identity import CacheShape, read_shape
 from connector.jobs import RankReport, SaveJob
+from connector.losses import Losses
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.saves import Offer, Saves
-from kvstore.model.keys import NamespaceId
+from connector.scheduler.saves import Offer, Running, Saves
+from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.runtime.meters import Meters
-from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, make_facts, tokens_of
+from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, ManualClock, make_facts, tokens_of
 
 NAMESPACE = NamespaceId(bytes(16))
 
@@ -40,27 +41,57 @@ class Pins:
             self.held.remove(block_id)
 
 
+class Told(Losses):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, int, str]] = []
+
+    def tell(  # type: ignore[override]
+        self, *, request_id: str, boundary: Boundary, group: int, reason: str, **_: object
+    ) -> None:
+        self.told.append((request_id, boundary.tokens, group, reason))
+
+
 class World:
     """Saves of one request, whose tokens grow as a test says."""
 
-    def __init__(self, *groups: GroupFacts, prompt: int, limit_bytes: int = 1 << 20) -> None:
+    def __init__(self, *groups: GroupFacts, prompt: int, limit_bytes: int = 1 << 20, num_blocks: int = 100) -> None:
         self.shape = shape_of(*groups)
-        self.ledger, self.meters, self.pins = Ledger(), Meters(), Pins()
-        self.saves = Saves(self.shape, num_ranks=1, limit_bytes=limit_bytes, ledger=self.ledger, meters=self.meters)
+        self.ledger, self.meters, self.pins, self.clock = Ledger(), Meters(), Pins(), ManualClock()
+        self.losses = Told()
+        self.saves = Saves(
+            self.shape,
+            num_ranks=1,
+            limit_bytes=limit_bytes,
+            num_blocks=num_blocks,
+            ledger=self.ledger,
+            meters=self.meters,
+            losses=self.losses,
+            clock=self.clock,
+        )
         self.saves.pins = self.pins
         self.tokens = list(tokens_of("a", 2000))
-        chain = PrefixChain(self.shape.boundary_tokens)
-        self.state = RequestState("a", tuple(self.tokens[:prompt]), chain, self.tokens[:prompt])
-        chain.extend(self.state.prompt)
-        self.state.hashed = Future()
-        self.state.hashed.set_result(None)
-        self.ledger.open(self.state)
+        self.state = self.open("a", prompt)
+
+    def open(self, name: str, prompt: int) -> RequestState:
+        """A request whose prompt is hashed."""
+        chain = PrefixChain(self.shape.boundary_tokens, name)
+        state = RequestState(name, tuple(self.tokens[:prompt]), chain, self.tokens[:prompt])
+        chain.extend(state.prompt)
+        state.hashed = Future()
+        state.hashed.set_result(None)
+        self.ledger.open(state)
+        return state
+
+    def running(self, state: RequestState, final: int, *tables: Sequence[int], offers: Sequence[Offer] = ()) -> Running:
+        return Running(state, NAMESPACE, final, lambda: tables, offers)
 
     def step(
         self, final: int, *tables: Sequence[int], offers: Sequence[Offer] = (), known: int | None = None
     ) -> list[SaveJob]:
         self.state.known = self.tokens[: known or max(final, len(self.state.known))]
-        return self.saves.plan_step(self.state, NAMESPACE, final, lambda: tables, offers)
+        return self.saves.plan_step([self.running(self.state, final, *tables, offers=offers)])
 
     def done(self, jobs: Sequence[SaveJob], failed: Sequence[SaveJob] = ()) -> None:
         self.saves.on_rank_report(RankReport({job.job_id: 1 for job in jobs}, {job.job_id for job in failed}))
@@ -105,8 +136,8 @@ def test_states_are_saved_where_they_are_offered() -> None:
     at = World(STATES, FULL, prompt=100)
     offers = [Offer(0, 21, 96), Offer(2, 22, 96)]
     jobs = at.step(100, [0, 0, 0, 0, 0, 21], list(range(1, 8)), [0, 0, 0, 0, 0, 22], offers=offers)
-    assert spans(jobs) == [(1, start, start + BLOCK) for start in range(0, 96, BLOCK)] + [(0, 96, 96)]
-    assert (jobs[-1].block_ids, jobs[-1].prefix) == (((21,), (22,)), jobs[-2].prefix)
+    assert spans(jobs) == [(0, 96, 96), *((1, start, start + BLOCK) for start in range(0, 96, BLOCK))]
+    assert (jobs[0].block_ids, jobs[0].prefix) == (((21,), (22,)), jobs[-1].prefix)
     assert at.step(100, [], list(range(1, 8)), [], offers=offers) == []
 
 
@@ -132,7 +163,7 @@ def test_decoding_fills_pages_and_brings_states() -> None:
     # asynchronous scheduling: the forward writes token 47, whose value the scheduler does not know yet
     assert at.step(48, [], [1, 2, 3], [], known=47) == []
     offers = [Offer(0, 8, 48), Offer(2, 9, 48)]
-    assert spans(at.step(49, [], [1, 2, 3], [], offers=offers, known=48)) == [(1, 32, 48), (0, 48, 48)]
+    assert spans(at.step(49, [], [1, 2, 3], [], offers=offers, known=48)) == [(0, 48, 48), (1, 32, 48)]
 
 
 def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
@@ -144,7 +175,7 @@ def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
     at.ledger.close("a")
     at.saves.plan_end(at.state, NAMESPACE, 89, [[], [1, 2, 3, 4, 5, 6]])
     assert len(at.saves) == 1
-    (job,) = at.saves.take_ended()
+    (job,) = at.saves.plan_step([])
     assert spans([job]) == [(0, 0, 80)]
     assert sorted(at.pins.held) == [1, 2, 3, 4, 5]
     at.done([job])
@@ -156,39 +187,160 @@ def test_the_end_without_a_block_pool() -> None:
     at = World(FULL, prompt=40)
     at.saves.pins = None
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
-    assert at.saves.take_ended() == []
+    assert at.saves.plan_step([]) == []
 
 
 def test_pins_end_with_failed_saves_too() -> None:
     """A tail that could not be stored gives its blocks back."""
     at = World(FULL, prompt=40)
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
-    jobs = at.saves.take_ended()
+    jobs = at.saves.plan_step([])
+    assert jobs
     at.done(jobs, failed=jobs)
     assert (at.pins.held, len(at.saves)) == ([], 0)
 
 
-def test_what_has_no_second_chance_is_lost_without_room() -> None:
-    """A state that finds no room, and the end of a request, are counted as lost and not as waiting."""
-    at = World(STATES, FULL, prompt=40, limit_bytes=1)
-    at.step(32, [], [1, 2, 3], [], offers=[Offer(0, 8, 32), Offer(2, 9, 32)])  # one page always fits
-    assert at.meters.get("connector_saves", outcome="no_room") == 1
-    assert at.meters.get("connector_saves_delayed") == 1  # the second page, which the next step tries again
-    at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3], []])
-    assert at.meters.get("connector_saves", outcome="no_room") == 2
+FULL_BLOCK = len(FULL.layer_names) * CELLS.token_bytes * BLOCK
+STATE_BYTES = STATES.rank_block_bytes
+STATE_AT_32 = (Offer(0, 8, 32), Offer(2, 9, 32))
+
+
+def test_a_state_gets_room_before_pages() -> None:
+    """In a step that makes both, the state is saved and the pages of full attention wait in their blocks."""
+    at = World(STATES, FULL, prompt=40, limit_bytes=STATE_BYTES + FULL_BLOCK)
+    first = at.step(32, [], [1, 2, 3], [], offers=STATE_AT_32)
+    assert spans(first) == [(0, 32, 32), (1, 0, 16)]
     assert at.meters.get("connector_saves_delayed") == 1
+    at.done(first)
+    assert spans(at.step(33, [], [1, 2, 3], [])) == [(1, 16, 32)]
+    assert at.losses.told == []
+
+
+def test_a_state_without_room_waits_in_its_pinned_blocks() -> None:
+    """The room is full when the state is made: its blocks stay, no page of full attention gets room before it, and it
+    is saved once there is room."""
+    at = World(STATES, FULL, prompt=64, limit_bytes=2 * STATE_BYTES)
+    other = at.open("b", 64)
+    offers = [Offer(0, 5, 32), Offer(2, 6, 32), Offer(0, 15, 48), Offer(2, 16, 48)]
+    states = at.saves.plan_step([at.running(other, 48, [], [11, 12, 13], [], offers=offers)])
+    assert spans(states) == [(0, 32, 32), (0, 48, 48)]
+    assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
+    assert sorted(at.pins.held) == [8, 9]
+    assert at.step(33, [], [1, 2], []) == []
+    at.done(states[:1])
+    assert spans(at.step(34, [], [1, 2], [])) == [(0, 32, 32)]  # before the pages, which came earlier
+    assert sorted(at.pins.held) == [8, 9]  # until the ranks answer: its request may give the blocks back
+    assert at.step(35, [], [1, 2], [], offers=STATE_AT_32) == []  # not a second time
+
+
+def test_an_end_without_room_waits_in_its_pinned_blocks() -> None:
+    """What is left of a request that has ended is saved before pages of those that run, and all of it."""
+    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    other = at.open("b", 48)
+    (first,) = at.step(48, [], [1, 2, 3], [])
+    at.ledger.close("a")
+    at.saves.plan_end(at.state, NAMESPACE, 48, [[], [1, 2, 3], []])
+    assert sorted(at.pins.held) == [2, 3]
+    at.done([first])
+    seen = []
+    for _ in range(4):
+        jobs = at.saves.plan_step([at.running(other, 48, [], [11, 12, 13], [])])
+        seen += [(job.request_id, job.start_tokens) for job in jobs]
+        at.done(jobs)
+    assert seen == [("a", 16), ("a", 32), ("b", 0), ("b", 16)]
+    assert at.pins.held == []
+    assert at.losses.told == []
+
+
+def fill(at: World) -> list[SaveJob]:
+    """Jobs that take all the room."""
+    other = at.open("other", 16)
+    return at.saves.plan_step([at.running(other, 16, [], [40], [])])
+
+
+def test_what_waits_too_long_is_lost_by_name() -> None:
+    """A store that does not keep up does not hold the engine's blocks: after some seconds they are given back, and
+    what was lost is counted and told."""
+    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    assert len(fill(at)) == 1
+    assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
+    at.ledger.close("a")
+    at.saves.plan_end(at.state, NAMESPACE, 48, [[], [1, 2, 3], []])
+    assert len(at.pins.held) == 5
+    at.clock.now_s += 4.9
+    at.saves.plan_step([])
+    assert len(at.pins.held) == 5
+    at.clock.now_s += 0.2
+    at.saves.plan_step([])
+    assert at.pins.held == []
+    assert at.meters.get("connector_saves", outcome="no_room") == 4
+    lost = [(0, 32), (1, 16), (1, 32), (1, 48)]
+    assert at.losses.told == [("a", tokens, group, "save_no_room") for group, tokens in lost]
+    assert len(at.saves) == 1  # what the ranks have
+
+
+def test_a_lost_state_may_come_again() -> None:
+    """A state that was lost is saved if the request is computed again."""
+    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    jobs = fill(at)
+    at.step(32, [], [1, 2], [], offers=STATE_AT_32)
+    at.clock.now_s += 5.1
+    at.saves.plan_step([])
+    at.done(jobs)
+    assert at.step(32, [], [1, 2], [], offers=STATE_AT_32)[0].group == 0
+
+
+def test_only_so_many_blocks_wait() -> None:
+    """Half of the engine's blocks at most: what is beyond is lost, so that requests that run keep the others."""
+    at = World(STATES, FULL, prompt=160, limit_bytes=FULL_BLOCK, num_blocks=8)
+    at.saves.plan_end(at.state, NAMESPACE, 160, [[], list(range(1, 11)), []])
+    assert sorted(at.pins.held) == [1, 2, 3, 4]
+    assert at.losses.told == [("a", 80, 1, "save_no_room")]
+
+
+def test_without_a_block_pool_a_state_cannot_wait() -> None:
+    """It is lost at once: its blocks are not held by anybody."""
+    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at.saves.pins = None
+    fill(at)
+    assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
+    assert at.losses.told == [("a", 32, 0, "save_no_room")]
+
+
+def test_what_waits_when_the_engine_stops_is_told() -> None:
+    """Its blocks are given back, once."""
+    at = World(FULL, prompt=40)
+    at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
+    at.saves.close()
+    at.saves.close()
+    assert (at.pins.held, len(at.saves)) == ([], 0)
+    assert at.losses.told == [("a", 32, 0, "save_stopped")]
+
+
+def test_a_failed_state_is_no_hole() -> None:
+    """Pages behind a lost state can be used from a later one: they are saved. Behind a lost page they cannot."""
+    at = World(STATES, FULL, prompt=96)
+    state, page = at.step(32, [], [1, 2], [], offers=STATE_AT_32)[:2]
+    at.done([state], failed=[state])
+    assert spans(at.step(48, [], [1, 2, 3], [])) == [(1, 32, 48)]
+    at.done([page], failed=[page])
+    assert at.step(64, [], [1, 2, 3, 4], []) == []
 
 
 def test_jobs_that_were_never_sent() -> None:
-    """An error later in the step takes its jobs back, but not those of requests that ended: these go out next."""
-    at = World(FULL, prompt=40)
-    at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
-    first = at.saves.next_job_id
-    at.state.cursors.clear()
-    assert len(at.step(40, [], [1, 2, 3])) == 1
-    at.saves.withdraw(first)
-    assert len(at.saves) == 1
-    assert len(at.saves.take_ended()) == 1
+    """An error later in the step takes its jobs back: pages and states are planned again, ends wait again."""
+    at = World(STATES, FULL, prompt=40)
+    ended = at.open("b", 40)
+    at.ledger.close("b")
+    at.saves.plan_end(ended, NAMESPACE, 39, [[], [11, 12, 13], []])
+    jobs = at.step(40, [], [1, 2, 3], [], offers=STATE_AT_32)
+    assert [(job.request_id, job.group) for job in jobs] == [("a", 0), ("b", 1), ("b", 1), ("a", 1), ("a", 1)]
+    at.saves.withdraw(jobs)
+    assert len(at.saves) == 2
+    again = at.step(40, [], [1, 2, 3], [], offers=STATE_AT_32)
+    assert spans(again) == spans(jobs)
+    at.done(again)
+    assert (at.pins.held, len(at.saves), at.saves._in_flight_bytes) == ([], 0, 0)
 
 
 def test_resumed_requests_hash_what_they_generated() -> None:

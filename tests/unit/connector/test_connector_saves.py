@@ -173,9 +173,18 @@ def test_credits_are_shared_by_requests(tmp_path: Path) -> None:
         assert stops(at.step({"b": 66})) == [64]
 
 
-def test_one_page_always_fits(tmp_path: Path) -> None:
-    """A budget below one page still saves page by page: the alternative is never."""
+def test_a_page_that_never_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Half of the room is less than a page: nothing is saved, the log says so once and names the value that would do,
+    and with that value the page is saved."""
+    caplog.set_level("INFO", logger="vllm.kvstore")
     with world(tmp_path, pinned_bytes=10) as at:
+        at.new("a", 128)
+        at.hashed("a")
+        assert at.step({"a": 128}).saves == ()
+        assert at.side.room.needed_bytes == 2 * PAGE_BYTES
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "never saved" in said and 'set "pinned_bytes":"1MiB" or more' in said
+    with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
         at.new("a", 128)
         at.hashed("a")
         (job,) = at.step({"a": 128}).saves

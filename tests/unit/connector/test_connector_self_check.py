@@ -10,6 +10,7 @@ import torch
 
 from connector.device import copy, cpu
 from connector.device.copy import StreamDevice
+from connector.device.host_pages import HostPages
 from connector.device.streams import InlineStreams
 from connector.worker.groups import prove_group
 from connector.worker.self_check import check_round_trip
@@ -17,6 +18,8 @@ from kvstore.errors import InvalidRequest
 from tests.unit.connector.device_contract import LAYOUTS, Cache, storage
 from tests.unit.connector.rank_world import Make, ranks_on
 from tests.unit.connector.support import bridge_to_memory
+
+HOST = HostPages(torch.empty(1 << 20, dtype=torch.uint8))
 
 
 @pytest.fixture
@@ -51,11 +54,11 @@ def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, n
     one = rank(element_bytes=2)
     device = StreamDevice(InlineStreams(), ring_bytes=1 << 16, page_bytes_max=1 << 16, num_lanes=1)
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
-    check_round_trip(group, one.layers, device)
+    check_round_trip(group, one.layers, device, HOST)
     before = storage(one.layers[0])
     monkeypatch.setattr(copy, name, broken)
     with pytest.raises(InvalidRequest, match="changes the cache"):
-        check_round_trip(group, one.layers, device)
+        check_round_trip(group, one.layers, device, HOST)
     assert torch.equal(storage(one.layers[0]), before)
 
 
@@ -79,4 +82,4 @@ def test_a_cache_of_a_few_blocks(rank: Make) -> None:
     few: Sequence[torch.Tensor] = [layer[:4] for layer in one.layers]
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
     with pytest.raises(InvalidRequest, match="too small"):
-        check_round_trip(group, few, device)
+        check_round_trip(group, few, device, HOST)

@@ -110,7 +110,6 @@ def test_unknown_key_like_none_lists_all() -> None:
         ("pinned_bytes", float("inf"), "8GiB"),
         ("pinned_bytes", "-5", "8GiB"),
         ("pinned_bytes", "", "8GiB"),
-        ("pinned_bytes", None, "8GiB"),
         ("pinned_bytes", 0, "positive"),
         ("memory_bytes", -1, "positive"),
         ("disk_bytes", 0, "positive"),

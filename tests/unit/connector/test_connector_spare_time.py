@@ -7,13 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
-import torch
 
 from connector.worker.spare_time import SpareTime
-from connector.worker.staging import BufferPool
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
@@ -24,7 +23,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have a pr
 
 @pytest.fixture
 def threads() -> Iterator[SpareTime]:
-    threads = SpareTime(num_threads=1, job_bytes_max=JOB_BYTES, limit_bytes=2 * JOB_BYTES)
+    threads = SpareTime(num_threads=1, limit_bytes=2 * JOB_BYTES)
     yield threads
     threads.close()
 
@@ -38,12 +37,26 @@ def soon() -> Deadline:
     return Deadline.after(60)
 
 
+Result = TypeVar("Result")
+
+
+async def run(
+    threads: SpareTime,
+    work: Callable[[], Result],
+    *,
+    num_bytes: int = JOB_BYTES,
+    patience_s: float = 60,
+    deadline: Deadline | None = None,
+    release: Callable[[], None] = lambda: None,
+) -> Result:
+    return await threads.run(
+        num_bytes, lambda: work, patience_s=patience_s, deadline=deadline or soon(), release=release
+    )
+
+
 async def occupied(threads: SpareTime, gate: threading.Event) -> list[asyncio.Task[bool]]:
     """Jobs that hold all that runs in spare time, until the gate opens."""
-    jobs = [
-        asyncio.create_task(threads.run(JOB_BYTES, lambda: gate.wait(60), patience_s=60, deadline=soon()))
-        for _ in range(2)  # one runs, one is ready
-    ]
+    jobs = [asyncio.create_task(run(threads, lambda: gate.wait(60))) for _ in range(2)]  # one runs, one is ready
     while threads._spare.usage.used_bytes < 2 * JOB_BYTES:
         await asyncio.sleep(0.001)
     return jobs
@@ -53,7 +66,7 @@ async def occupied(threads: SpareTime, gate: threading.Event) -> list[asyncio.Ta
 async def test_jobs_give_way_to_all_others(threads: SpareTime) -> None:
     """A job runs at the lowest priority, which no other thread gets by it."""
     before = niceness()
-    assert await threads.run(1, niceness, patience_s=60, deadline=soon()) == 19
+    assert await run(threads, niceness) == 19
     assert niceness() == before
 
 
@@ -63,38 +76,100 @@ async def test_a_job_that_waited_runs_as_all_others(threads: SpareTime) -> None:
     gate = threading.Event()
     jobs = await occupied(threads, gate)
     started_s = time.monotonic()
-    assert await threads.run(JOB_BYTES, niceness, patience_s=0.2, deadline=soon()) == niceness()
+    assert await run(threads, niceness, patience_s=0.2) == niceness()
     assert time.monotonic() - started_s >= 0.2
     gate.set()
     assert await asyncio.gather(*jobs) == [True, True]
 
 
 @on_linux
+async def test_a_job_that_has_begun_is_done_again(threads: SpareTime) -> None:
+    """A thread that gets no processor does not hold its job up; its input stays untouched until that thread is done."""
+    gate, begun, released = threading.Event(), list[int](), list[bool]()
+
+    def work() -> int:
+        begun.append(niceness())
+        if len(begun) == 1:
+            gate.wait(60)  # as a thread does that is put aside
+        return begun[-1]
+
+    assert await run(threads, work, patience_s=0.1, release=lambda: released.append(True)) == niceness()
+    assert begun == [19, niceness()]
+    await asyncio.sleep(0.05)
+    assert released == []
+    gate.set()
+    while not released:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    assert released == [True]
+
+
+@on_linux
+async def test_haste_ends_all_patience(threads: SpareTime) -> None:
+    """Once the engine stops, what waits is done at once, and so is what comes later."""
+    gate = threading.Event()
+    threads._spare._executor.submit(gate.wait, 60)
+    waiting = asyncio.create_task(run(threads, niceness))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    threads.hurry()
+    assert await waiting == niceness()
+    assert await run(threads, niceness) == niceness()
+    gate.set()
+
+
+@on_linux
 async def test_without_patience_nothing_waits(threads: SpareTime) -> None:
     """A job that may not wait runs at the priority of its process at once."""
-    assert await threads.run(JOB_BYTES, niceness, patience_s=0.0, deadline=soon()) == niceness()
+    assert await run(threads, niceness, patience_s=0.0) == niceness()
 
 
 async def test_errors_of_a_job_are_its_own(threads: SpareTime) -> None:
-    """What a job raises comes back, and is not taken for a pool without room; what is too large is refused."""
+    """What a job raises comes back, and is not taken for a pool without room; what is too large is refused. Its input
+    is released once all the same."""
+    released: list[bool] = []
     with pytest.raises(ZeroDivisionError):
-        await threads.run(1, lambda: 1 // 0, patience_s=60, deadline=soon())
+        await run(threads, lambda: 1 // 0, release=lambda: released.append(True))
     with pytest.raises(InvalidRequest):
-        await threads.run(3 * JOB_BYTES, niceness, patience_s=60, deadline=soon())
+        await run(threads, niceness, num_bytes=3 * JOB_BYTES, release=lambda: released.append(True))
+
+    def refuse() -> Callable[[], int]:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        await threads.run(1, refuse, patience_s=60, deadline=soon(), release=lambda: released.append(True))
+    await asyncio.sleep(0.01)
+    assert released == [True] * 3
+
+
+async def test_a_cancelled_job_is_released_once_its_thread_is_done(threads: SpareTime) -> None:
+    gate, begun, released = threading.Event(), threading.Event(), list[bool]()
+
+    def work() -> bool:
+        begun.set()
+        return gate.wait(60)
+
+    job = asyncio.create_task(run(threads, work, release=lambda: released.append(True)))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert released == []
+    gate.set()
+    while not released:
+        await asyncio.sleep(0.001)
 
 
 async def test_the_deadline_limits_both_waits(threads: SpareTime) -> None:
     """A job for which there is no room at either priority ends at its deadline, not after its patience."""
     gate = threading.Event()
     jobs = await occupied(threads, gate)
-    jobs += [
-        asyncio.create_task(threads.run(JOB_BYTES, lambda: gate.wait(60), patience_s=0.0, deadline=soon()))
-        for _ in range(2)
-    ]
+    jobs += [asyncio.create_task(run(threads, lambda: gate.wait(60), patience_s=0.0)) for _ in range(2)]
     while threads._normal.usage.used_bytes < 2 * JOB_BYTES:
         await asyncio.sleep(0.001)
     with pytest.raises(Unavailable):
-        await threads.run(JOB_BYTES, niceness, patience_s=60, deadline=Deadline.after(0.1))
+        await run(threads, niceness, deadline=Deadline.after(0.1))
     gate.set()
     assert await asyncio.gather(*jobs) == [True] * 4
 
@@ -103,17 +178,4 @@ async def test_what_waits_ends_with_the_threads(threads: SpareTime) -> None:
     """After `close` nothing starts."""
     threads.close()
     with pytest.raises(Closed):
-        await threads.run(1, niceness, patience_s=60, deadline=soon())
-
-
-def test_half_of_the_buffers() -> None:
-    """The buffers say when half of them is in use: from then on nothing is put off."""
-    buffers = BufferPool(4 * JOB_BYTES)
-    held: list[torch.Tensor | None] = [buffers.take(JOB_BYTES)]
-    assert not buffers.is_half_used
-    held.append(buffers.take(JOB_BYTES))
-    assert buffers.is_half_used
-    for one in held:
-        assert one is not None
-        buffers.put(one)
-    assert not buffers.is_half_used
+        await run(threads, niceness)

@@ -66,6 +66,8 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
+        "local_world_size": ranks,
+        "data_parallel_size_local": 1,
     }
     cache = {
         "cache_dtype": "auto",
@@ -100,6 +102,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         lora_config=None,
     )
     blocks = [block.kv_cache_spec.block_size for block in groups]

@@ -6,12 +6,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from connector.device.cpu import CpuDevice
 from connector.jobs import StepJobs
 from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
@@ -22,7 +24,7 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
 from tests.unit.connector.device_contract import LAYOUTS, Cache
-from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make
+from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     BLOCK,
     LoopBridge,
@@ -31,6 +33,8 @@ from tests.unit.connector.support import (
     make_facts,
     make_shape,
 )
+
+PAGE_BYTES = 4 * make_facts(total_heads=HEADS, rank_heads=HEADS).groups[0].rank_block_bytes
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])
@@ -189,12 +193,13 @@ def test_one_slice_that_fails(rank: Make, bridge: LoopBridge) -> None:
     assert (report.saves_done, report.saves_failed) == ({5: 1}, {5})
 
 
-def test_no_buffer_no_waiting(rank: Make) -> None:
+def test_no_page_of_memory_no_waiting(rank: Make) -> None:
     """With host memory for one page and threads that do not get on, a second page fails at once: nobody waits."""
-    source = rank(pinned_bytes=1)
+    source = rank(pinned_bytes=2 * PAGE_BYTES)
     go_on = threading.Event()
-    threads = source.side._save_threads
-    assert threads is not None
+    threads, saver = source.side._save_threads, source.side.saver
+    assert threads is not None and saver is not None
+    saver._pages._limit_bytes = PAGE_BYTES
     for _ in range(source.side._num_threads):
         for pool in (threads._spare, threads._normal):
             pool._executor.submit(go_on.wait, 10)
@@ -206,17 +211,88 @@ def test_no_buffer_no_waiting(rank: Make) -> None:
     assert (report.saves_done, report.saves_failed) == ({1: 1}, {1})
     assert source.meters.get("connector_saves", outcome="no_buffer") == HEADS
     go_on.set()
-    assert source.side.saver is not None
-    assert source.side.saver.drain(10)
+    assert saver.drain(10)
     report = source.side.take_report()
     assert report is not None
     assert (report.saves_done, report.saves_failed) == ({0: 1}, set())
 
 
+def stuck(source: Rank) -> Callable[[], None]:
+    """Keep a rank's threads in spare time from getting on; call what is returned to let them go on."""
+    gate, threads = threading.Event(), source.side._save_threads
+    assert threads is not None
+    for _ in range(source.side._num_threads):
+        threads._spare._executor.submit(gate.wait, 60)
+    return gate.set
+
+
+def test_pages_without_a_processor_are_saved_soon(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the lowest priority gets no processor, pages are saved after their patience all the same."""
+    monkeypatch.setattr("connector.worker.side._PATIENCE_S", 0.1)
+    source = rank()
+    go_on = stuck(source)
+    source.side.save(source.jobs())
+    assert source.side.saver is not None and source.side.saver.drain(10)
+    report = source.side.take_report()
+    assert report is not None and report.saves_failed == set()
+    go_on()
+
+
+def test_an_engine_that_stops_saves_what_it_has(rank: Make, bridge: LoopBridge) -> None:
+    """Its pages wait for idle processors no longer: they are in the store when it is gone."""
+    source = rank()
+    go_on = stuck(source)
+    source.side.save(source.jobs())
+    assert source.side.saver is not None
+    assert not source.side.saver.drain(0.1)
+    start = time.monotonic()
+    source.side.saver.finish(10)
+    assert time.monotonic() - start < 5
+    assert len(bridge.store.inner._memory) == 12
+    go_on()
+
+
+def test_what_an_engine_loses_when_it_stops_is_named(
+    rank: Make, bridge: LoopBridge, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages that the store does not take in time are counted, logged with their requests, and told, once."""
+    source, told = rank(), []
+    assert source.side.saver is not None
+    source.side.saver._losses.tell = lambda **loss: told.append(loss)  # type: ignore[method-assign]
+    bridge.store.held.add("save")
+    jobs = source.jobs()
+    source.side.save(StepJobs(saves=tuple(replace(job, request_id=f"r{job.job_id % 2}") for job in jobs.saves)))
+    source.side.saver.finish(0.1)
+    source.side.saver.finish(0.1)
+    assert source.meters.get("connector_saves", outcome="stopped") == 3 * HEADS
+    assert "the engine stopped before 3 pages of 2 requests were saved: r0, r1" in caplog.text
+    assert [(loss["request_id"], loss["boundary"].tokens, loss["reason"]) for loss in told] == [
+        (f"r{job.job_id % 2}", job.stop_tokens, "save_stopped") for job in jobs.saves
+    ]
+    bridge.store.held.clear()
+
+
+def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given up at their deadline, counted and told as such."""
+    monkeypatch.setattr("connector.worker.saver._SAVE_DEADLINE_S", 0.2)
+    source, told = rank(), []
+    threads, saver = source.side._save_threads, source.side.saver
+    assert saver is not None and threads is not None
+    saver._losses.tell = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
+    for pool in (threads._spare, threads._normal):
+        pool._used_bytes = pool._limit_bytes  # others hold all of it
+    source.side.save(source.jobs((64,)))
+    assert saver.drain(10)
+    assert source.meters.get("connector_saves", outcome="busy") == HEADS
+    assert told == ["save_busy"]
+    for pool in (threads._spare, threads._normal):
+        pool._used_bytes = 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 @pytest.mark.parametrize(
     ("settings", "holds_back"),
-    [({}, True), ({"mode": "save"}, False), ({"pinned_bytes": 1}, False)],
+    [({}, True), ({"mode": "save"}, False), ({"pinned_bytes": 2 * PAGE_BYTES}, False)],
     ids=["with room", "saves for others", "without room"],
 )
 def test_saves_leave_the_processors_to_the_engine(
@@ -268,27 +344,19 @@ def test_an_error_while_copying(rank: Make) -> None:
     assert report.saves_failed == {0, 1, 2}  # they would have been one copy
 
 
-def test_memory_that_cannot_be_had(rank: Make) -> None:
-    """When a buffer cannot be made, the error goes to the guard, every job is reported, and a later save works."""
+def test_memory_that_cannot_be_had(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose host memory cannot be pinned says so, and caches nothing."""
+
+    def refuse(_: CpuDevice, num_bytes: int) -> torch.Tensor:
+        raise InvalidRequest("no memory could be pinned", num_bytes=num_bytes)
+
     source = rank()
-    saver = source.side.saver
-    assert saver is not None
-    made, allocate = [], saver._buffers._allocate
-
-    def refuse_the_second(num_bytes: int) -> torch.Tensor:
-        made.append(num_bytes)
-        if len(made) == 2:
-            raise InvalidRequest("no memory could be pinned")
-        return allocate(num_bytes)
-
-    saver._buffers._allocate = refuse_the_second
-    with pytest.raises(InvalidRequest):
-        source.side.save(source.jobs())
-    assert saver.drain(10)
-    report = source.side.take_report()
-    assert report is not None
-    assert (report.saves_done, report.saves_failed) == ({0: 1, 1: 1, 2: 1}, {0, 1, 2})
-    source.save()
+    monkeypatch.setattr(CpuDevice, "host_memory", refuse)
+    side = WorkerSide(ConnectorSettings(), source.facts, source.shape, source.bridge, num_cores=2)
+    side.register(lambda _: source.layers)
+    assert side.refusal is not None and "no memory could be pinned" in side.refusal
+    assert side.saver is None
+    side.shutdown()
 
 
 def test_a_closed_client(rank: Make, bridge: LoopBridge) -> None:

@@ -100,7 +100,7 @@ def test_records_that_cannot_be_read_are_skipped(rank: Make, bridge: LoopBridge)
     compare(engine, jobs)
     assert engine.meters.get("connector_audit_skipped") == 12
     assert engine.side.auditor is not None
-    assert engine.side.auditor._buffers.used_bytes == 0
+    assert engine.side.auditor._pages.used_bytes == 0
 
 
 def test_a_load_is_read_back_twice(rank: Make) -> None:
@@ -115,7 +115,7 @@ def test_a_load_is_read_back_twice(rank: Make) -> None:
     eventually(lambda: engine.meters.get("connector_audit_read_back_pages") == 24)
     assert engine.meters.get("connector_audit_mismatches") == 0
     assert engine.side.auditor is not None
-    eventually(lambda: engine.side.auditor._buffers.used_bytes == 0 and not engine.side.auditor._placed)
+    eventually(lambda: engine.side.auditor._pages.used_bytes == 0 and not engine.side.auditor._placed)
 
 
 def test_a_load_beyond_a_local_hit_is_read_back(rank: Make) -> None:

@@ -48,7 +48,7 @@ def test_buffers_share_nothing_and_their_memory_returns(arena: Arena) -> None:
     living.clear()
     del view
     assert arena.free_bytes == arena.capacity_bytes
-    assert arena._sizes == [(arena.capacity_bytes, 0)]
+    assert arena._free.take(arena.capacity_bytes) == 0
 
 
 def test_a_slice_keeps_its_buffer(arena: Arena) -> None:
