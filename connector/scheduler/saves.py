@@ -156,7 +156,6 @@ class Saves:
         current: RequestState | None = None
         first_job_id = self._next_job_id
         try:
-            self._drop_overdue()
             planned += self._admit_waiting(_STATE)
             for request in requests:
                 current = request.state
@@ -173,6 +172,7 @@ class Saves:
                 self._plan_pages(request, self._fleeting, _WINDOW, planned)
             current = None
             planned += self._admit_waiting(_END)
+            self._drop_overdue()  # not earlier: a step may be longer than what waits may wait
             for request, delayed in zip(moving, was_delayed, strict=True):
                 current = request.state
                 self._plan_pages(request, self._lasting, _LASTING, planned)

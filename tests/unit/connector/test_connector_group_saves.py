@@ -279,6 +279,17 @@ def test_what_waits_too_long_is_lost_by_name() -> None:
     assert len(at.saves) == 1  # what the ranks have
 
 
+def test_a_long_step_is_no_reason_to_lose_anything() -> None:
+    """What waited while one long step was computed gets the room that is free after it."""
+    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    jobs = fill(at)
+    assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
+    at.clock.now_s += 20
+    at.done(jobs)
+    assert spans(at.saves.plan_step([])) == [(0, 32, 32)]
+    assert at.losses.told == []
+
+
 def test_a_lost_state_may_come_again() -> None:
     """A state that was lost is saved if the request is computed again."""
     at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)

@@ -1,0 +1,81 @@
+"""A hybrid whose pages of one step fill the ranks' host memory: its states are saved all the same.
+
+A recurrent state is offered in one step only, and such a prompt cannot be resumed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
+from tests.connector.support.stores import PATIENT, EmbeddedStore, wait_for_engine
+
+pytestmark = pytest.mark.engine
+
+Start = Callable[[EngineSpec], EngineProcess]
+
+STEP_TOKENS = 2048
+LENGTHS = (2500, 2560)
+RESTORED = 2304
+"""The last boundary of blocks of 256 tokens that leaves a token to compute, of both."""
+
+SMALL = {"pinned_bytes": "128MiB"}
+
+
+def prompts(first_seed: int, count: int = len(LENGTHS)) -> list[tuple[int, ...]]:
+    return [seeded_prompt(first_seed + index, LENGTHS[index % len(LENGTHS)]) for index in range(count)]
+
+
+def spec(work: Path, store: EmbeddedStore, settings: Mapping[str, Any], **changes: Any) -> EngineSpec:
+    return EngineSpec(
+        checkpoint=write_checkpoint("qwen3next-wide", work / "checkpoints"),
+        max_num_batched_tokens=STEP_TOKENS,
+        connector={**store.connector, **PATIENT, **settings},
+        environment=store.environment,
+        kv_cache_gib=2,
+        **changes,
+    )
+
+
+def cached(engine: EngineProcess, asked: list[tuple[int, ...]], max_tokens: int = 4) -> list[int]:
+    """Tokens of each prompt that were not computed, one prompt after the other."""
+    return [engine.generate([Request(prompt, max_tokens=max_tokens)])[0].num_cached_tokens for prompt in asked]
+
+
+@pytest.mark.parametrize("settings", [{}, SMALL], ids=["default", "128MiB"])
+def test_states_beside_a_step_s_pages(settings: Mapping[str, Any], work: Path, tmp_path: Path, engine: Start) -> None:
+    """Prompts one after the other, each longer than a step; one that ends with its first token is saved whole, too."""
+    store = EmbeddedStore(tmp_path)
+    saving = engine(spec(work, store, settings))
+    wait_for_engine(store.url)
+    assert cached(saving, prompts(701)) == [0, 0]
+    assert cached(saving, prompts(703), max_tokens=1) == [0, 0]
+    saving.stop()
+    store.forget()
+    restoring = engine(spec(work, store, settings))
+    wait_for_engine(store.url)
+    assert cached(restoring, prompts(701)) == [RESTORED] * 2
+    assert cached(restoring, prompts(703)) == [RESTORED] * 2
+    assert "pinned_bytes is" in restoring.log.read_text()
+
+
+def test_prompts_at_once_in_a_small_cache(work: Path, tmp_path: Path, engine: Start) -> None:
+    """Four prompts at once in a cache that holds two, so that vLLM preempts: room is short everywhere, and yet every
+    one of them can be resumed."""
+    store = EmbeddedStore(tmp_path)
+    arguments = {"num_gpu_blocks_override": 48}
+    saving = engine(spec(work, store, SMALL, arguments=arguments, max_model_len=3072))
+    wait_for_engine(store.url)
+    together = prompts(711, count=4)
+    saving.generate([Request(prompt, max_tokens=40) for prompt in together])
+    assert saving.metrics()["vllm:num_preemptions"] > 0
+    saving.stop()
+    store.forget()
+    restoring = engine(spec(work, store, SMALL))
+    wait_for_engine(store.url)
+    assert cached(restoring, together) == [RESTORED] * 4
