@@ -6,6 +6,7 @@ A stream runs its work in order, after the call that ordered it; streams are syn
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -96,53 +97,77 @@ def open_streams(device: torch.device) -> Streams:
     raise InvalidRequest("caches on this device are not supported", device=str(device))
 
 
+_thread = threading.local()
+
+
+def _use(device: torch.device) -> None:
+    """Make a GPU the calling thread's own; called before anything else a thread does with CUDA.
+
+    A thread begins with GPU 0. What asks no device, as a query of an event or the end of `torch.cuda.stream`, would
+    make a context there: some 500 MiB of GPU 0 for each rank of another GPU.
+    """
+    if getattr(_thread, "device", None) != device:
+        torch.cuda.set_device(device)
+        _thread.device = device
+
+
 class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self._device = device
 
     def is_done(self) -> bool:
+        _use(self._device)
         return bool(self.event.query())
 
     def wait(self) -> None:
+        _use(self._device)
         self.event.synchronize()
 
 
 class _CudaStream:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
         self._stream = stream
+        self._device = device
 
     def run(self, work: Callable[[], None]) -> None:
+        _use(self._device)
         with torch.cuda.stream(self._stream):
             work()
 
     def record(self) -> Event:
+        _use(self._device)
         # "blocking": a waiting thread sleeps; by default it would spin on a core that the engine needs
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
-        return _CudaEvent(event)
+        return _CudaEvent(event, self._device)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
+        _use(self._device)
         self._stream.wait_event(event.event)
 
 
 class CudaStreams:
-    """`Streams` of one GPU.
-
-    Every call names the device: codec threads default to GPU 0, where they would create a context that costs memory.
-    """
+    """`Streams` of one GPU, for any thread."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
 
     def compute(self) -> Stream:
-        return _CudaStream(torch.cuda.current_stream(self.device))
+        _use(self.device)
+        return _CudaStream(torch.cuda.current_stream(self.device), self.device)
 
     def side(self) -> Stream:
-        return _CudaStream(torch.cuda.Stream(self.device))
+        _use(self.device)
+        # The lowest: whatever the engine has to compute goes before our copies. It is torch's default too, as are the
+        # engine's own streams; said here, since an engine with streams of higher priority relies on it.
+        lowest, _ = torch.cuda.Stream.priority_range()
+        return _CudaStream(torch.cuda.Stream(self.device, priority=lowest), self.device)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
+        _use(self.device)
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
@@ -152,13 +177,13 @@ class CudaStreams:
             ) from error
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        with torch.cuda.device(self.device):
-            try:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:  # what torch makes of a refused cudaHostAlloc
-                raise InvalidRequest(
-                    "no memory could be pinned; lower pinned_bytes or raise the memlock limit", num_bytes=num_bytes
-                ) from error
+        _use(self.device)
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # what torch makes of a refused cudaHostAlloc
+            raise InvalidRequest(
+                "no memory could be pinned; lower pinned_bytes or raise the memlock limit", num_bytes=num_bytes
+            ) from error
 
 
 class _Done:
