@@ -36,6 +36,8 @@ SUPPORTED_VLLM = ("0.32",)
 _QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 _TOKEN_BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
+    # both store with Triton's kernel alone, in a cache of one spec, in a layout that both of its readers know
+    *("TRITON_FLASH_ATTN", "TRITON_FLASHINFER"),
     *("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
 )
 """On a GPU these store a token's key and then its value, or its latent vector, as the tensor's strides say (0.32)."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from connector.facts import EngineFacts
 from connector.identity import describe_namespace, read_shape
@@ -78,6 +81,34 @@ def test_latent_and_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.model_executor.layers.mamba.mamba_utils.get_conv_state_layout", lambda: "SD")
     third = facts(monkeypatch, {0: "GDN_ATTN", 1: "FLASH_ATTN"}, states, group(full(), 1))
     assert other.groups[0].packing != third.groups[0].packing
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("name", "reader"), [("TRITON_FLASH_ATTN", "FLASH_ATTN"), ("TRITON_FLASHINFER", "FLASHINFER")])
+def test_pairs_of_backends_keep_plain_cells(monkeypatch: pytest.MonkeyPatch, name: str, reader: str) -> None:
+    """Two backends on one cache, one of them for images: vLLM's own class stores with Triton's method alone, and the
+    engine shares the pages of those with one backend."""
+    if name not in AttentionBackendEnum.__members__:
+        pytest.skip(f"this vLLM has no {name}")
+    # what reads it need not be installed: storing is the other one's
+    reads = type(reader, (TritonAttentionBackend,), {"get_name": staticmethod(lambda: reader)})
+    for module in ("flash_attn", "flashinfer"):
+        stand_in = SimpleNamespace(FlashAttentionBackend=reads, FlashInferBackend=reads)
+        monkeypatch.setitem(sys.modules, f"vllm.v1.attention.backends.{module}", stand_in)
+        pair_of = f"vllm.v1.attention.backends.triton_{module}"
+        monkeypatch.setitem(sys.modules, pair_of, stand_in)  # so that what the test imports there goes after it
+        del sys.modules[pair_of]
+    backend: Any = AttentionBackendEnum[name].get_class()
+    assert backend.get_name() == name
+    assert (backend.general_backend_cls.get_name(), backend.causal_backend_cls.get_name()) == ("TRITON_ATTN", reader)
+    stores = backend.get_impl_cls().do_kv_cache_update
+    impl = SimpleNamespace(general_impl=SimpleNamespace(do_kv_cache_update=lambda *what: ("by Triton", *what)))
+    assert stores(impl, "key", "value") == ("by Triton", "key", "value")
+    one = facts(monkeypatch, {0: name}, group(full(), 0))
+    other = facts(monkeypatch, {0: "TRITON_ATTN"}, group(full(), 0))
+    assert one.unsupported is None
+    names = [describe_namespace(read, read_shape(read), "w").id for read in (one, other)]  # type: ignore[arg-type]
+    assert names[0] == names[1]
 
 
 @pytest.mark.usefixtures("gpu")
