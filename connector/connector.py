@@ -312,6 +312,15 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             return None
         return _RankProof(self._facts, self.worker_side.refusal if self.worker_side is not None else self._refusal)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step()
+
+    @guarded()
+    def _begin_step(self) -> None:
+        if self.worker_side is not None:
+            self.worker_side.begin_step(self._jobs())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker_side is not None:
             self.worker_side.start_loads(self._jobs())

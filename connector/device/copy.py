@@ -4,9 +4,10 @@ Saving: the compute stream gathers blocks into a slot of the ring, so whatever t
 copy-on-write, the next forward) may overwrite them. A side stream waits for the gather, splits the elements into byte
 planes and copies them to pinned memory; then the slot is free again.
 
-Loading: a codec thread borrows a lane, whose stream waits for the fence that `start_load_kv` recorded on the compute
-stream, since kernels ordered before it may still read the blocks. The lane copies the page to the GPU, joins its planes
-and writes its rows to the blocks; once its event is done the thread returns, and the load is reported.
+Loading: a codec thread borrows a lane. Its stream copies the page to the GPU and joins its planes at once, then waits
+for the fence that was recorded on the compute stream when the load's step began, since kernels ordered before it may
+still read the blocks, and writes the page's rows to them. Once its event is done the thread returns, and the load is
+reported.
 
 Work on streams runs in inference mode: vLLM's caches are inference tensors, which may not be written outside of it.
 """
@@ -229,13 +230,14 @@ class _Lane:
         self._joined = streams.device_memory(_aligned(page_bytes_max))
 
     def load(self, work: Callable[[torch.Tensor], None], source: torch.Tensor, width: int, after: Fence) -> None:
-        """Copy a page here once `after` is done, and have `work` place it; returns when it is placed."""
+        """Copy a page here, and have `work` place it once `after` is done; returns when it is placed."""
         num_bytes = source.numel()
         if num_bytes > self._arrived.numel():
             raise InternalError("a page is larger than the device was told", page_bytes=num_bytes)
         arrived, joined = self._arrived[:num_bytes], self._joined[:num_bytes]
-        self._stream.wait(after)
-        self._stream.run(partial(_load, work, source, arrived, joined, width))
+        self._stream.run(partial(_bring, source, arrived, joined, width))
+        self._stream.wait(after)  # only here: what the engine computes until then and the copy go side by side
+        self._stream.run(partial(work, joined if width > 1 else arrived))
         self._stream.record().wait()
 
 
@@ -284,20 +286,17 @@ def _drain(slot: torch.Tensor, split: torch.Tensor, targets: Sequence[torch.Tens
         target.copy_(page, non_blocking=True)
 
 
+@torch.inference_mode()
 def _scatter(cache: torch.Tensor, cargos: Sequence[Cargo], page: torch.Tensor) -> None:
     for cargo in cargos:
         scatter_rows(cache, cargo, page)
 
 
 @torch.inference_mode()
-def _load(
-    work: Callable[[torch.Tensor], None], source: torch.Tensor, arrived: torch.Tensor, joined: torch.Tensor, width: int
-) -> None:
+def _bring(source: torch.Tensor, arrived: torch.Tensor, joined: torch.Tensor, width: int) -> None:
     arrived.copy_(source, non_blocking=True)
     if width > 1:
         join_planes(arrived, width, joined)
-        arrived = joined
-    work(arrived)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -85,11 +85,20 @@ class Loader:
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
 
-    def load(self, jobs: Sequence[LoadJob]) -> None:
-        """Start loading; returns at once. Called on the engine's thread, after all that may still use the blocks."""
+    def fence(self) -> Fence:
+        """The engine's work until now, for loads that start later. Called on the engine's thread."""
+        return self._device.fence()
+
+    def load(self, jobs: Sequence[LoadJob], after: Fence | None = None) -> None:
+        """Start loading; returns at once. Called on the engine's thread, after all that may still use the blocks.
+
+        Args:
+            jobs: What to load.
+            after: The last that may use the blocks; by default whatever the engine has ordered until now.
+        """
         if not jobs:
             return
-        after = self._device.fence()
+        after = after or self.fence()
         for job in jobs:
             if self._auditor is not None:
                 self._auditor.forget([job.request_id])  # an earlier load, whose blocks are gone

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from connector.device.base import Device
+from connector.device.base import Device, Fence
 from connector.device.choose import open_device
 from connector.device.cpu import CpuDevice
 from connector.device.host_pages import HostPages, PageShare
@@ -69,29 +69,42 @@ class WorkerSide:
         self.loader: Loader | None = None
         self.auditor: Auditor | None = None
         self._warmer: Warmer | None = None
+        self._begun: tuple[StepJobs | None, Fence | None] = (None, None)
 
     def register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
         """Take the cache tensors and prove their layout.
 
         Args:
             layers_of: Returns the tensors of layers by name, dimension 0 = the manager's blocks.
+
+        Raises:
+            Exception: What the device or a bug of ours made of it; it is the refusal too.
         """
         try:
-            slice_bytes = self._largest_slice_bytes()
-            scratch_bytes = self._num_threads * slice_bytes
-            device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device)
-            # all of it at once: memory that is pinned later stalls the engine's thread and the device
-            memory = device.host_memory(scratch_bytes + self._gathered_bytes())
-            scratch, pages = memory[:scratch_bytes].split(slice_bytes), HostPages(memory[scratch_bytes:])
-            self.groups = tuple(
-                prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
-                for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
-            )
-            for group in self.groups:
-                check_round_trip(group, layers_of(group.shape.facts.layer_names), device, pages)
+            self._register(layers_of)
         except InvalidRequest as error:
             self.refusal = str(error)
-            return
+        except BaseException as error:
+            # an error of CUDA has paragraphs of advice behind its first line
+            reason = next(iter(str(error).splitlines()), "")
+            self.refusal = f"its cache could not be registered: {type(error).__name__}: {reason}"
+            raise
+        else:
+            self.refusal = None
+
+    def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
+        slice_bytes = self._largest_slice_bytes()
+        scratch_bytes = self._num_threads * slice_bytes
+        device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device)
+        # all of it at once: memory that is pinned later stalls the engine's thread and the device
+        memory = device.host_memory(scratch_bytes + self._gathered_bytes())
+        scratch, pages = memory[:scratch_bytes].split(slice_bytes), HostPages(memory[scratch_bytes:])
+        self.groups = tuple(
+            prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
+            for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
+        )
+        for group in self.groups:
+            check_round_trip(group, layers_of(group.shape.facts.layer_names), device, pages)
         # loads, for which requests wait, never queue behind saves
         self._save_threads = SpareTime(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
         self._memory = RecordMemory()
@@ -132,7 +145,6 @@ class WorkerSide:
             layers = [layer for group in self._shape.groups for layer in layers_of(group.facts.layer_names)]
             warm_bytes = min(memory.numel(), scratch_bytes + _PREPARED_BYTES)
             self._warmer = Warmer([(memory.data_ptr(), warm_bytes), *memory_ranges(layers)])
-        self.refusal = None
 
     def _open_device(self, where: torch.device) -> Device:
         """The device, with a ring for as many pages as may be in flight; the check of its copies needs one of them."""
@@ -154,9 +166,25 @@ class WorkerSide:
         sizes = zip(self._shape.groups, held, strict=True)
         return max(page_bytes(self._shape, group) // slices for group, slices in sizes)
 
+    def begin_step(self, jobs: StepJobs) -> None:
+        """Note where a step's forward begins, for loads that start behind it. Called when the step's jobs are bound.
+
+        The blocks of a load were allocated in this step, for a request that does not compute yet. Whatever may still
+        touch them was ordered on the compute stream before this call, on both of vLLM's runners: the forwards,
+        drafts and gathers of earlier steps, whose requests held the blocks before; this step's zeroing, copies on
+        write and copies of recurrent states. (`handle_preemptions` would be too early: the first runner zeroes
+        after it.) What comes behind this call and before `start_load_kv`, the forward and the drafts, goes by the
+        tables of requests that compute, in which no block of a load is. vLLM relies on the same: with a
+        synchronous load in the step it calls `start_load_kv` here, for all of the step's loads.
+        """
+        if self.loader is not None and jobs.loads:
+            self._begun = (jobs, self.loader.fence())
+
     def start_loads(self, jobs: StepJobs) -> None:
+        """Start a step's loads, behind what was ordered until `begin_step`; if that was not called, until now."""
+        (begun, after), self._begun = self._begun, (None, None)
         if self.loader is not None:
-            self.loader.load(jobs.loads)
+            self.loader.load(jobs.loads, after if begun is jobs else None)
 
     def save(self, jobs: StepJobs) -> None:
         try:

@@ -213,7 +213,7 @@ class Engine:
         self.num_saved += 1
 
     def start_load(self) -> None:
-        """`start_load_kv`: the blocks were just taken from somebody whose kernels may still be running."""
+        """A step gives blocks to a load: they were just taken from somebody whose kernels may still be running."""
         blocks = self.idle_blocks(PAGE_BLOCKS)
         if len(blocks) == PAGE_BLOCKS and len(self.loads) < 2:
             self.loads.append(Load(self.device.fence(), blocks, self.random.randbytes(PAGE_BYTES)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.connector.stream_world import Engine, SimulatedEvent, SimulatedStreams, WrongBytes
+from tests.unit.connector.stream_world import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams, WrongBytes
 
 SEEDS = range(150)
 STEPS = 60
@@ -38,6 +38,33 @@ def test_the_engine_never_waits_for_the_device() -> None:
         engine.save()
     assert engine.num_refused > 0 and len(engine.saves) > 1
     engine.run(0)
+
+
+def test_a_load_waits_for_nothing_after_its_fence() -> None:
+    """The forward of the step that gave out the blocks is ordered behind the fence and does not end: the load does."""
+    streams = SimulatedStreams(0)
+    engine = Engine(0, streams)
+    engine.write()
+    engine.start_load()
+    streams.computing.wait(SimulatedEvent(streams))  # a forward that never ends
+    engine.finish_load()
+    assert engine.num_loaded == 1
+
+
+def test_only_the_scatter_waits_for_the_fence() -> None:
+    """While what the fence stands for still runs, the page's bytes have arrived on the device; no block has changed."""
+    streams = SimulatedStreams(0)
+    engine = Engine(0, streams)
+    streams.computing.wait(SimulatedEvent(streams))
+    engine.start_load()
+    [load] = engine.loads
+    with engine.device.lane() as lane:
+        pass  # the one that the load will take
+    with pytest.raises(AssertionError, match="waits for itself"):
+        engine.finish_load()
+    assert engine.joined(engine.split(load.content)) == load.content
+    assert lane._arrived[:PAGE_BYTES].numpy().tobytes() == engine.split(load.content).numpy().tobytes()
+    assert [engine.seen(block) for block in load.blocks] == [engine.content[block] for block in load.blocks]
 
 
 def without_drain_order(streams: SimulatedStreams) -> None:

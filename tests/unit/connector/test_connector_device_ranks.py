@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
+from connector.connector import KVStoreConnector
 from connector.device.base import Device
 from connector.device.copy import StreamDevice
 from connector.device.streams import InlineStreams, Streams
+from connector.jobs import StepJobs
 from kvstore.codec import PLANES2, PLANES4
 from tests.unit.connector.device_contract import LAYOUTS
 from tests.unit.connector.rank_world import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
-from tests.unit.connector.stream_world import SimulatedStreams
+from tests.unit.connector.stream_world import SimulatedEvent, SimulatedStreams
 from tests.unit.connector.support import LoopBridge
 
 ALL = tuple(range(NUM_BLOCKS))
@@ -99,6 +103,62 @@ def test_a_late_device(rank: Make, use_streams: UseStreams, seed: int) -> None:
     assert target.result() == ({"r"}, set())
     streams.run_all()
     assert torch.equal(target.blocks(ALL), expected)
+
+
+def test_a_load_does_not_wait_for_its_steps_forward(rank: Make, use_streams: UseStreams) -> None:
+    """Jobs are bound, then the step's forward is ordered and does not end, then the load starts: it is reported."""
+    streams = SimulatedStreams(0)
+    use_streams(streams)
+    source = fill(rank(element_bytes=2))
+    source.save()
+    streams.run_all()
+    target = rank(element_bytes=2, seed=2)
+    jobs = target.load_job(target.stage())
+    target.side.begin_step(jobs)
+    streams.computing.wait(SimulatedEvent(streams))
+    target.side.start_loads(jobs)
+    assert target.result() == ({"r"}, set())
+    assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_steps_beginning_is_where_its_jobs_are_bound(fails: bool) -> None:
+    """Both runners bind a step's metadata before its forward; an error of ours there is none of the engine's."""
+    transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
+    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.WORKER, None)
+    seen: list[tuple[str, StepJobs]] = []
+
+    def begin_step(jobs: StepJobs) -> None:
+        seen.append(("begins", jobs))
+        if fails:
+            raise ZeroDivisionError
+
+    connector.worker_side = SimpleNamespace(  # type: ignore[assignment]
+        begin_step=begin_step, start_loads=lambda jobs: seen.append(("loads", jobs))
+    )
+    metadata = connector.build_connector_meta(None)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    assert seen == [("begins", metadata.jobs), ("loads", metadata.jobs)]  # type: ignore[attr-defined]
+    assert connector.guarded_errors == fails
+
+
+@pytest.mark.parametrize("began", ["nothing", "another step"])
+def test_without_its_steps_beginning_a_load_waits_for_all(rank: Make, use_streams: UseStreams, began: str) -> None:
+    """A load of whose step nobody told the beginning comes after all that was ordered before it."""
+    streams = SimulatedStreams(0)
+    streams.eagerness = 0.0
+    use_streams(streams)
+    source = fill(rank(element_bytes=2))
+    source.save()
+    target = rank(element_bytes=2, seed=2)
+    if began == "another step":
+        target.side.begin_step(target.load_job(target.stage(), "of a step whose loads never started"))
+    before, read = target.blocks(TARGET), []
+    streams.computing.run(lambda: read.append(target.blocks(TARGET)))
+    target.side.start_loads(target.load_job(target.stage()))
+    assert target.result() == ({"r"}, set())
+    assert torch.equal(read[0], before)
 
 
 def test_a_ring_that_is_full(rank: Make, use_streams: UseStreams, monkeypatch: pytest.MonkeyPatch) -> None:

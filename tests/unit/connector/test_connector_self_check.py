@@ -75,6 +75,21 @@ def test_a_rank_that_fails_it_is_refused(rank: Make, monkeypatch: pytest.MonkeyP
     assert "changes the cache" in one.side.refusal
 
 
+def test_an_error_of_the_device_is_the_refusal(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA fails while the cache is registered: the guard sees it, and the rank's refusal is its first line."""
+    one = rank()
+
+    def gather_all(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported")
+
+    monkeypatch.setattr(cpu.CpuCopier, "gather_all", gather_all)
+    with pytest.raises(RuntimeError):
+        one.side.register(lambda _: one.layers)
+    assert one.side.refusal == (
+        "its cache could not be registered: RuntimeError: CUDA error: an illegal memory access was encountered"
+    )
+
+
 def test_a_cache_of_a_few_blocks(rank: Make) -> None:
     """A cache with too few blocks for the check is refused, in words."""
     one = rank()
