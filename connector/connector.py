@@ -312,12 +312,9 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             return None
         return _RankProof(self._facts, self.worker_side.refusal if self.worker_side is not None else self._refusal)
 
+    @guarded()
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._begin_step()
-
-    @guarded()
-    def _begin_step(self) -> None:
         if self.worker_side is not None:
             self.worker_side.begin_step(self._jobs())
 
@@ -396,10 +393,7 @@ def _step_facts(output: Any) -> StepFacts:
     for request_id, scheduled in output.num_scheduled_tokens.items():
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         final[request_id] = computed[request_id] + scheduled - drafts
-    offers = {
-        request_id: [Offer(*offer) for offer in offered]
-        for request_id, offered in blocks.boundary_state_offloads.items()
-    }
+    offers = {request: [Offer(*one) for one in made] for request, made in blocks.boundary_state_offloads.items()}
     preempted = tuple(output.preempted_req_ids or ())
     return StepFacts(final, _Tables(final, blocks.get_block_ids), offers, preempted, computed)
 

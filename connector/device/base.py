@@ -60,6 +60,7 @@ class BlockCopier(Protocol):
 
         Raises:
             InternalError: A block does not exist, or runs and page do not fit; nothing was copied.
+            InvalidRequest: The device cannot copy pages of this layout; the first gather of a group tells.
         """
         ...
 

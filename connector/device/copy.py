@@ -14,6 +14,7 @@ Work on streams runs in inference mode: vLLM's caches are inference tensors, whi
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +42,11 @@ from kvstore.errors import InternalError, InvalidRequest
 
 __all__ = ["Ring", "StreamCopier", "StreamDevice"]
 
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
 _BATCH_BYTES = 32 << 20
 _ALIGN_BYTES = 512
+_UNIT_BYTES_MIN = 64
 _PLANE_WIDTHS = (2, 4)
 """Sizes of elements that the codec stores as byte planes."""
 
@@ -56,13 +60,27 @@ class StreamDevice:
             whatever has a buffer there has room here.
         page_bytes_max: Size of the largest page.
         num_lanes: Threads that load at a time.
+        unit_bytes_min: A layout whose rows are smaller is refused: their indexes would take more than an eighth of a
+            page's bytes on the GPU and on the way there, and copies of single rows are slow.
+
+    Attributes:
+        device_bytes: What it has taken of the GPU's memory.
 
     Raises:
         InvalidRequest: The GPU has no room.
     """
 
-    def __init__(self, streams: Streams, *, ring_bytes: int, page_bytes_max: int, num_lanes: int) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        ring_bytes: int,
+        page_bytes_max: int,
+        num_lanes: int,
+        unit_bytes_min: int = _UNIT_BYTES_MIN,
+    ) -> None:
         self._streams = streams
+        self.unit_bytes_min = unit_bytes_min
         batch_bytes = _aligned(max(page_bytes_max, min(_BATCH_BYTES, ring_bytes)))
         # one extra batch, since a slot that does not fit at the ring's end leaves up to its size unused there
         self._ring = Ring(_aligned(ring_bytes) + batch_bytes)
@@ -72,9 +90,17 @@ class StreamDevice:
         self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
         for _ in range(num_lanes):
             self._lanes.put(_Lane(streams, page_bytes_max))
+        lanes_bytes = 2 * num_lanes * _aligned(page_bytes_max)
+        self.device_bytes = self._ring.num_bytes + batch_bytes + lanes_bytes
+        _log.info(
+            "kvstore: the connector takes %d MiB of the GPU's memory: %d for saves, %d for loads",
+            self.device_bytes >> 20,
+            (self.device_bytes - lanes_bytes) >> 20,
+            lanes_bytes >> 20,
+        )
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        return self._streams.host_memory(num_bytes)
+        return self._streams.host_arena(num_bytes)
 
     def cargo_memory(self, num_bytes: int) -> torch.Tensor:
         """For a few integers on their way to the device; may be let go as soon as their copy is ordered."""
@@ -148,7 +174,7 @@ class StreamCopier:
             strides=tuple(layer.stride(0) * layer.element_size() for layer in layers),
             feeds=tuple(feeds),
         )
-        self._plans = RunsMemo(partial(plan_rows, geometry))
+        self._plans = RunsMemo(partial(plan_rows, geometry, unit_bytes_min=device.unit_bytes_min))
         self.plane_width = element_bytes if element_bytes in _PLANE_WIDTHS else 1
 
     def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.canonical.runs import BlockRun
-from kvstore.errors import InternalError
+from kvstore.errors import InternalError, InvalidRequest
 
 __all__ = ["CacheGeometry", "RowPlan", "plan_rows"]
 
@@ -66,16 +66,29 @@ class RowPlan:
     key: bytes
 
 
-def plan_rows(geometry: CacheGeometry, runs: Sequence[BlockRun], page_bytes: int) -> tuple[RowPlan, ...]:
+def plan_rows(
+    geometry: CacheGeometry, runs: Sequence[BlockRun], page_bytes: int, *, unit_bytes_min: int = 1
+) -> tuple[RowPlan, ...]:
     """The plans that together copy a page, one for each shape of piece.
+
+    Args:
+        geometry: Where the layers are.
+        runs: What goes where.
+        page_bytes: Of the whole page.
+        unit_bytes_min: The smallest row to plan for. The index of a row has eight bytes.
 
     Raises:
         InternalError: The runs do not fill the page exactly.
+        InvalidRequest: Rows would be smaller than `unit_bytes_min`; nothing of the page's size was made.
     """
     num_blocks, rest = divmod(page_bytes, sum(run.repeat * run.num_bytes for run in runs))
     if rest or not num_blocks:
         raise InternalError("runs must fill a page in whole blocks", page_bytes=page_bytes, blocks=num_blocks)
     unit = _unit_bytes(geometry, runs)
+    if unit < unit_bytes_min:
+        raise InvalidRequest(
+            "the cache's layout must allow copies of larger pieces", unit_bytes=unit, expected_min=unit_bytes_min
+        )
     shapes: dict[tuple[int, ...], list[BlockRun]] = {}
     for run in runs:
         shapes.setdefault((run.num_bytes, run.repeat, run.block_stride, run.page_stride), []).append(run)

@@ -12,9 +12,13 @@ from typing import Protocol
 
 import torch
 
+from connector.device.pinned import near_processors, pin_near
 from kvstore.errors import InvalidRequest
 
 __all__ = ["DONE", "CudaStreams", "Event", "InlineStreams", "Stream", "Streams", "has_gpu", "open_streams"]
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every GPU of the process."""
 
 
 class Event(Protocol):
@@ -72,6 +76,16 @@ class Streams(Protocol):
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` that the device copies to and from without the processor's help, content undefined.
+
+        Raises:
+            InvalidRequest: There is not enough memory.
+        """
+        ...
+
+    def host_arena(self, num_bytes: int) -> torch.Tensor:
+        """The same in one large piece, for good: as near the device as it can be, and not a byte more than asked for.
+
+        Takes some tenths of a second for each GiB.
 
         Raises:
             InvalidRequest: There is not enough memory.
@@ -185,6 +199,26 @@ class CudaStreams:
                 "no memory could be pinned; lower pinned_bytes or raise the memlock limit", num_bytes=num_bytes
             ) from error
 
+    def host_arena(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return pin_near(num_bytes, self._near_processors(), register=self._register, release=self._release)
+        except (RuntimeError, OSError) as error:  # CUDA's, and that of a mapping
+            raise InvalidRequest(
+                "no memory could be pinned; lower pinned_bytes or raise the memlock limit", num_bytes=num_bytes
+            ) from error
+
+    def _near_processors(self) -> frozenset[int]:
+        found = torch.cuda.get_device_properties(self.device)
+        return near_processors(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        _use(self.device)
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)))
+
+    def _release(self, address: int) -> None:
+        _use(self.device)
+        torch.cuda.cudart().cudaHostUnregister(address)
+
 
 class _Done:
     def is_done(self) -> bool:
@@ -226,3 +260,5 @@ class InlineStreams:
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    host_arena = host_memory

@@ -101,6 +101,8 @@ class SimulatedStreams:
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xAA, dtype=torch.uint8)
 
+    host_arena = host_memory
+
     def run_one(self) -> bool:
         """Run the next piece of a stream that is not waiting; `False` when there is none."""
         with self.lock:
@@ -148,7 +150,9 @@ class Engine:
         self.random = random.Random(f"engine {seed}")
         memory = torch.zeros(NUM_LAYERS * NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
         self.layers = list(memory.view(NUM_LAYERS, NUM_BLOCKS, BLOCK_BYTES))
-        self.device = StreamDevice(self.streams, ring_bytes=2 * PAGE_BYTES, page_bytes_max=PAGE_BYTES, num_lanes=2)
+        self.device = StreamDevice(
+            self.streams, ring_bytes=2 * PAGE_BYTES, page_bytes_max=PAGE_BYTES, num_lanes=2, unit_bytes_min=1
+        )
         self.copier: StreamCopier = self.device.copier(self.layers, [0] * NUM_LAYERS, element_bytes)
         self.width = self.copier.plane_width
         self.runs = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import product
 
 import pytest
@@ -158,7 +159,7 @@ def test_caches_of_inference_mode() -> None:
     with torch.inference_mode():
         cache = torch.randint(0, 256, (4, 6, 32), dtype=torch.uint8)
         layers = list(cache[:2])
-        device = StreamDevice(InlineStreams(), ring_bytes=1024, page_bytes_max=256, num_lanes=1)
+        device = StreamDevice(InlineStreams(), ring_bytes=1024, page_bytes_max=256, num_lanes=1, unit_bytes_min=1)
     copier = device.copier(layers, [0, 0], 2)
     runs = [BlockRun(layer, 0, 32, 64 * layer, 32) for layer in range(2)]
     page = device.host_memory(128)
@@ -173,7 +174,7 @@ def test_caches_of_inference_mode() -> None:
 def test_pages_that_do_not_fit_the_device() -> None:
     """A page larger than the device was told, tables of another length, and layers of two allocations are errors."""
     memory = torch.zeros(2, 9, 512, dtype=torch.uint8)
-    device = StreamDevice(InlineStreams(), ring_bytes=512, page_bytes_max=512, num_lanes=1)
+    device = StreamDevice(InlineStreams(), ring_bytes=512, page_bytes_max=512, num_lanes=1, unit_bytes_min=1)
     copier = device.copier(list(memory), [0, 0], 1)
     runs = [BlockRun(layer, 0, 512, 1024 * layer, 512) for layer in range(2)]
     with pytest.raises(InternalError):
@@ -186,6 +187,55 @@ def test_pages_that_do_not_fit_the_device() -> None:
         copier.scatter(runs, [[1, 2]], device.host_memory(2048), 1, device.fence())
     with pytest.raises(InvalidRequest):
         device.copier([memory[0], torch.zeros(9, 512, dtype=torch.uint8)], [0, 0], 1)
+
+
+def test_small_rows_are_refused_before_they_are_counted() -> None:
+    """A layout in pieces of under 64 bytes is refused at its first copy, before an index of the page's size is made."""
+    device = StreamDevice(InlineStreams(), ring_bytes=1 << 20, page_bytes_max=1 << 20, num_lanes=1)
+    for piece, is_copied in ((64, True), (96, True), (48, False), (2, False)):
+        layer = torch.zeros(9, 192 * 128, dtype=torch.uint8)
+        copier = device.copier([layer], [0], 2)
+        repeat = layer.shape[1] // (2 * piece)
+        # every other piece, then the rest, as if heads lay between each other's tokens
+        runs = [
+            BlockRun(0, half * piece, piece, half * piece * repeat, layer.shape[1], repeat, 2 * piece, piece)
+            for half in range(2)
+        ]
+        pages = [PageGather(runs, [[3]], device.host_memory(layer.shape[1]))]
+        tracemalloc.start()
+        try:
+            if is_copied:
+                assert copier.gather_all(pages) != [None]
+            else:
+                with pytest.raises(InvalidRequest, match=f"larger pieces unit_bytes={piece} "):
+                    copier.gather_all(pages)
+                assert tracemalloc.get_traced_memory()[1] < layer.shape[1]
+        finally:
+            tracemalloc.stop()
+
+
+class Counted(InlineStreams):
+    """Counts what is taken of the device's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        self.num_bytes += num_bytes
+        return super().device_memory(num_bytes)
+
+
+@pytest.mark.parametrize(("ring_mib", "page_mib"), [(256, 1), (256, 51), (308, 154), (2, 2)])
+def test_memory_that_is_taken_of_a_gpu(ring_mib: int, page_mib: int) -> None:
+    """As `docs/vllm.md` says: half of `pinned_bytes`, twice 32 MiB or the largest page, and eight times that page."""
+    streams, mib = Counted(), 1 << 20
+    device = StreamDevice(streams, ring_bytes=ring_mib * mib, page_bytes_max=page_mib * mib, num_lanes=4)
+    assert device.device_bytes == streams.num_bytes
+    said = ring_mib + 2 * max(32, page_mib) + 8 * page_mib
+    assert streams.num_bytes <= said * mib
+    if ring_mib >= 32:  # of a smaller ring it takes no more than it can use
+        assert streams.num_bytes == said * mib
 
 
 def test_the_device_of_a_cache() -> None:

@@ -31,7 +31,7 @@ def use_streams(monkeypatch: pytest.MonkeyPatch) -> UseStreams:
 
     def use(streams: Streams) -> None:
         def open_device(where: torch.device, **sizes: Any) -> Device:
-            return StreamDevice(streams, **sizes)
+            return StreamDevice(streams, unit_bytes_min=1, **sizes)
 
         monkeypatch.setattr("connector.worker.side.open_device", open_device)
 
@@ -168,7 +168,7 @@ def test_a_ring_that_is_full(rank: Make, use_streams: UseStreams, monkeypatch: p
     monkeypatch.setattr(
         "connector.worker.side.open_device",
         lambda where, page_bytes_max, num_lanes, **_: StreamDevice(
-            streams, ring_bytes=2 * page_bytes_max, page_bytes_max=page_bytes_max, num_lanes=num_lanes
+            streams, ring_bytes=2 * page_bytes_max, page_bytes_max=page_bytes_max, num_lanes=num_lanes, unit_bytes_min=1
         ),
     )
     source = fill(rank(element_bytes=2))

@@ -16,6 +16,7 @@ from connector.canonical.runs import BlockRun
 from connector.device.base import PageGather
 from connector.device.copy import StreamDevice
 from connector.device.streams import CudaStreams
+from kvstore.errors import InvalidRequest
 
 OURS = 3
 """The GPU of the rank under test; the engine has chosen it on its own thread alone."""
@@ -34,6 +35,8 @@ class FakeCuda:
     def __init__(self) -> None:
         self.contexts: set[int] = set()
         self.priorities: list[int] = []
+        self.registered: dict[int, int] = {}
+        self.refuses = False
         self._threads = threading.local()
         fake = self
 
@@ -80,6 +83,27 @@ class FakeCuda:
         stream.index = self.current_device() if device is None else device.index
         return stream
 
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.touch(self.current_device())
+        if self.refuses:
+            return 2
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.touch(self.current_device())
+        del self.registered[address]
+
+    def check_error(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         before = self.current_device()
@@ -91,6 +115,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
+    monkeypatch.setattr("connector.device.streams._thread", threading.local())  # what earlier tests' devices left
     monkeypatch.setattr("connector.device.streams.torch", SimpleNamespace(cuda=fake, device=torch.device))
     return fake
 
@@ -103,7 +128,9 @@ def make_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> StreamDevice
 
     for name in ("device_memory", "host_memory"):
         monkeypatch.setattr(CudaStreams, name, memory)
-    return StreamDevice(CudaStreams(torch.device("cuda", OURS)), ring_bytes=512, page_bytes_max=512, num_lanes=2)
+    return StreamDevice(
+        CudaStreams(torch.device("cuda", OURS)), ring_bytes=512, page_bytes_max=512, num_lanes=2, unit_bytes_min=1
+    )
 
 
 def test_no_thread_touches_another_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,3 +169,16 @@ def test_side_streams_have_the_lowest_priority(cuda: FakeCuda, monkeypatch: pyte
     """Copies never go before what the engine computes: the drain and each lane."""
     make_device(cuda, monkeypatch)
     assert cuda.priorities == [2, 2, 2]
+
+
+def test_one_piece_is_pinned_for_its_gpu(cuda: FakeCuda) -> None:
+    """As many bytes as asked for are registered, by a thread on that GPU, and released when nobody refers to them."""
+    streams = CudaStreams(torch.device("cuda", OURS))
+    piece = streams.host_arena(100_001)
+    assert cuda.registered == {piece.data_ptr(): 100_001}
+    del piece
+    assert cuda.registered == {}
+    cuda.refuses = True
+    with pytest.raises(InvalidRequest, match=r"no memory could be pinned.* num_bytes=7"):
+        streams.host_arena(7)
+    assert cuda.contexts == {OURS}
