@@ -15,7 +15,7 @@ STAMP := $(VENV)/.made
 # Tests of engines keep one worker busy, the others do the rest: see tests/workers.py
 IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead clean clean-env
+.PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -65,6 +65,9 @@ bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from
 
 bench-overhead: $(STAMP) ## prefill and decode with a connector that helps nothing, against none
 	$(BIN)/python -m benchmarks.overhead
+
+bench-gpu: $(STAMP) ## what the connector does on a GPU, checked and measured in minutes (without a GPU: whether the kit runs)
+	$(BIN)/python -m benchmarks.gpu --out gpu.json
 
 clean: ## remove caches and work files, keep the environment
 	rm -rf .work build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,7 +20,7 @@ BENCHMARKS = {
     "encryption": ("encryption", "sealing and opening encrypted records"),
     "restart": ("restart", "reopening a directory of a million records"),
     "rounds": ("rounds", "how long retention holds up a service"),
-    "device": ("device", "copies between KV blocks and host memory"),
+    "gpu": ("gpu", "what the connector does on a GPU, checked and measured"),
 }
 """The name of each, its module, and what it measures."""
 
