@@ -213,7 +213,9 @@ class CudaStreams:
 
     def _register(self, address: int, num_bytes: int) -> None:
         _use(self.device)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)))
+        # as a number: an enum of another kind is never equal to torch's own
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE)):
+            raise RuntimeError(f"cudaHostRegister failed with error {code} of CUDA")
 
     def _release(self, address: int) -> None:
         _use(self.device)

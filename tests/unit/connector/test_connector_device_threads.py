@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,16 @@ from kvstore.errors import InvalidRequest
 
 OURS = 3
 """The GPU of the rank under test; the engine has chosen it on its own thread alone."""
+
+
+class CudaCode(Enum):
+    """As torch's, no number itself."""
+
+    SUCCESS = 0
+    OUT_OF_MEMORY = 2
+
+    def __int__(self) -> int:
+        return self.value
 
 
 class FakeCuda:
@@ -89,20 +100,16 @@ class FakeCuda:
     def cudart(self) -> FakeCuda:
         return self
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> CudaCode:
         self.touch(self.current_device())
         if self.refuses:
-            return 2
+            return CudaCode.OUT_OF_MEMORY
         self.registered[address] = num_bytes
-        return 0
+        return CudaCode.SUCCESS
 
     def cudaHostUnregister(self, address: int) -> None:
         self.touch(self.current_device())
         del self.registered[address]
-
-    def check_error(self, code: int) -> None:
-        if code:
-            raise RuntimeError(f"CUDA error {code}")
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
