@@ -302,9 +302,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self.worker_side is not None and self._facts is not None:
-            num_blocks = self._facts.num_blocks
-            self.worker_side.register(lambda names: cache_layers(kv_caches, names, num_blocks))
+        if self.worker_side is not None and (facts := self._facts) is not None:
+            self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
 
     @guarded()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -386,9 +385,8 @@ def _warn_once(text: str) -> None:
 
 def _step_facts(output: Any) -> StepFacts:
     computed = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
-    cached = output.scheduled_cached_reqs
+    cached, blocks = output.scheduled_cached_reqs, output.kv_connector_block_state
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    blocks = output.kv_connector_block_state
     final = {}
     for request_id, scheduled in output.num_scheduled_tokens.items():
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))

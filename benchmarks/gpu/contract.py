@@ -129,9 +129,10 @@ def _copy(
         kit.streams, ring_bytes=len(group.slices) * page_bytes, page_bytes_max=page_bytes, num_lanes=2
     )
     copier = device.copier(group.layers, [0] * len(group.layers), group.layout.element_bytes)
+    host = device.host_memory(len(group.slices) * page_bytes).split(page_bytes)
     pages = [
-        PageGather(group.plan.runs(index, len(sources)), [sources], device.host_memory(page_bytes))
-        for index in group.slices
+        PageGather(group.plan.runs(index, len(sources)), [sources], page)
+        for index, page in zip(group.slices, host, strict=True)
     ]
     equal = True
     for page, ticket, bytes_of_page in zip(pages, copier.gather_all(pages), expected, strict=True):

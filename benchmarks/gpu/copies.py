@@ -87,8 +87,9 @@ class Pages:
         half = num_spans * page_blocks
         self.sources = [ids[start : start + page_blocks] for start in range(0, half, page_blocks)]
         self.targets = [ids[half + start : half + start + page_blocks] for start in range(0, half, page_blocks)]
+        host = iter(self.device.host_memory(self.num_bytes).split(self.page_bytes))
         self.pages = [
-            PageGather(plan.runs(index, page_blocks), [blocks], self.device.host_memory(self.page_bytes))
+            PageGather(plan.runs(index, page_blocks), [blocks], next(host))
             for blocks in self.sources
             for index in range(num_heads)
         ]
