@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "settings.md"
 sys.path.insert(0, str(ROOT))
 
 from connector.settings import ConnectorSettings  # noqa: E402
-from kvstore.doctor.sizes import size  # noqa: E402
+from kvstore.runtime.sizes import format_bytes  # noqa: E402
 from kvstore.settings import Settings  # noqa: E402
 
 MADE_DEFAULTS = {
@@ -125,7 +125,7 @@ def _value(name: str, value: object) -> str:
     if name == "admin_listen":
         return f"`{str(value).removeprefix('tcp://')}`"
     if name.endswith("_bytes") and isinstance(value, int):
-        return f"`{size(value)}`"
+        return f"`{format_bytes(value)}`"
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 

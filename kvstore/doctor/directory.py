@@ -10,9 +10,9 @@ from pathlib import Path
 
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Report
-from kvstore.doctor.sizes import size
 from kvstore.format.names import ROOT
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.sizes import format_bytes
 
 __all__ = [
     "DIRECTORY_NAMES",
@@ -96,17 +96,17 @@ def judge_space(facts: DirectoryFacts, disk_bytes: int | None) -> Finding:
     """Judge whether there is room for what the directory may hold."""
     name, used = "directory.space", facts.used_bytes or 0
     room = facts.free_bytes + used
-    seen = f"{size(facts.free_bytes)} of {size(facts.total_bytes)} are free"
+    seen = f"{format_bytes(facts.free_bytes)} of {format_bytes(facts.total_bytes)} are free"
     if used:
-        seen += f", records take {size(used)}"
-    fix = f"free space there, or set disk_bytes (KVSTORE_DISK_BYTES) to at most {size(room * 9 // 10)}"
+        seen += f", records take {format_bytes(used)}"
+    fix = f"free space there, or set disk_bytes (KVSTORE_DISK_BYTES) to at most {format_bytes(room * 9 // 10)}"
     if disk_bytes is None:
-        expected = f"at least {size(_USEFUL_BYTES)}, of which a tenth is used unless disk_bytes says more"
+        expected = f"at least {format_bytes(_USEFUL_BYTES)}, of which a tenth is used unless disk_bytes says more"
         if room >= _USEFUL_BYTES:
             return ok(name, seen, expected)
         fix = f"free space there, or name a directory on a larger disk in cold instead of {facts.path}"
         return warning(name, seen, expected, fix)
-    expected = f"room for disk_bytes, {size(disk_bytes)}"
+    expected = f"room for disk_bytes, {format_bytes(disk_bytes)}"
     if disk_bytes <= room:
         return ok(name, seen, expected)
     if facts.used_bytes is None and disk_bytes <= facts.total_bytes:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Report
-from kvstore.doctor.sizes import size
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.machine import container_bytes, machine_bytes
+from kvstore.runtime.sizes import format_bytes
 from kvstore.settings import Settings
 
 __all__ = ["MachineFacts", "judge_memlock", "judge_memory", "judge_shared_memory", "machine_check"]
 
-_PINNED_BYTES = 512 << 20
-"""The connector's default of `pinned_bytes`, per rank."""
+_PINNED_BYTES = 1 << 30
+"""The connector's default of `pinned_bytes` on a GPU, per rank, for most models."""
 _SHM_BYTES_MIN = 1 << 30
 
 
@@ -65,13 +65,15 @@ def judge_memlock(facts: MachineFacts) -> Finding:
     if not facts.num_gpus:
         return skipped(name, "no Nvidia GPU is seen here, so no memory is pinned")
     wanted = facts.num_gpus * _PINNED_BYTES
-    expected = f"unlimited, or at least pinned_bytes for each rank ({size(wanted)} for {facts.num_gpus} by default)"
+    expected = (
+        f"unlimited, or at least pinned_bytes for each rank ({format_bytes(wanted)} for {facts.num_gpus} by default)"
+    )
     if facts.memlock_bytes is None:
         return ok(name, "unlimited", expected)
     if facts.memlock_bytes >= wanted:
-        return ok(name, size(facts.memlock_bytes), expected)
+        return ok(name, format_bytes(facts.memlock_bytes), expected)
     fix = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in a systemd unit"
-    return warning(name, size(facts.memlock_bytes), expected, fix)
+    return warning(name, format_bytes(facts.memlock_bytes), expected, fix)
 
 
 def judge_shared_memory(facts: MachineFacts) -> Finding:
@@ -80,9 +82,9 @@ def judge_shared_memory(facts: MachineFacts) -> Finding:
         fix = "let the container's seccomp profile allow memfd_create and F_ADD_SEALS (docker's own does)"
         return warning(name, "memfd_create is refused: engines receive records by socket, slower", expected, fix)
     if facts.num_gpus > 1:
-        expected += f", and /dev/shm has {size(_SHM_BYTES_MIN)} for vLLM's ranks"
+        expected += f", and /dev/shm has {format_bytes(_SHM_BYTES_MIN)} for vLLM's ranks"
         if (facts.shm_bytes or 0) < _SHM_BYTES_MIN:
-            seen = f"/dev/shm has {size(facts.shm_bytes or 0)}"
+            seen = f"/dev/shm has {format_bytes(facts.shm_bytes or 0)}"
             return warning(name, seen, expected, "docker run --ipc=host, or --shm-size=8g")
     return ok(name, "records are read from shared memory", expected)
 
@@ -90,9 +92,9 @@ def judge_shared_memory(facts: MachineFacts) -> Finding:
 def judge_memory(facts: MachineFacts, wanted_bytes: int) -> Finding:
     name, there = "limits.memory", min(facts.memory_bytes, facts.container_bytes or facts.memory_bytes)
     whose = "the container may use" if there < facts.memory_bytes else "the machine has"
-    seen = f"memory_bytes {size(wanted_bytes)}, {whose} {size(there)}"
+    seen = f"memory_bytes {format_bytes(wanted_bytes)}, {whose} {format_bytes(there)}"
     expected = "memory_bytes is at most three quarters of it"
-    fix = f"set memory_bytes (KVSTORE_MEMORY_BYTES) to at most {size(there * 3 // 4)}"
+    fix = f"set memory_bytes (KVSTORE_MEMORY_BYTES) to at most {format_bytes(there * 3 // 4)}"
     if wanted_bytes > there:
         return failed(name, seen, expected, f"{fix}: the kernel kills the service once it is full")
     return ok(name, seen, expected) if wanted_bytes <= there * 3 // 4 else warning(name, seen, expected, fix)

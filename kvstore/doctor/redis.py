@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kvstore.doctor.clocks import judge_clock
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning, worst
 from kvstore.doctor.running import Check, Report
-from kvstore.doctor.sizes import size
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.sizes import format_bytes
 from kvstore.tiers.locations import RedisLocation
 
 if TYPE_CHECKING:  # it needs the extra `redis`
@@ -165,16 +165,16 @@ def _judge_memory(server: ServerFacts) -> Finding:
 
     name, limit = "redis.memory", server.limit_bytes
     best = server.machine_bytes * 3 // 4 if server.machine_bytes is not None else None
-    expected = f"maxmemory from {size(MEMORY_BYTES_MIN)} to three quarters of its machine"
+    expected = f"maxmemory from {format_bytes(MEMORY_BYTES_MIN)} to three quarters of its machine"
     command = f"CONFIG SET maxmemory {best // (1 << 20)}mb" if best else "CONFIG SET maxmemory <bytes>"
     fix = f"{command} on {server.address} (or less, if others need memory there), and the same in redis.conf"
     if limit is None:
         return warning(name, "no maxmemory: it grows until its machine runs out of memory", expected, fix)
-    seen = f"{size(server.used_bytes)} of maxmemory {size(limit)} in use"
+    seen = f"{format_bytes(server.used_bytes)} of maxmemory {format_bytes(limit)} in use"
     if limit < MEMORY_BYTES_MIN:
         return warning(name, f"{seen}: too little for the pages of long prompts", expected, fix)
     if best is not None and limit > best * 6 // 5:
-        return warning(name, f"{seen}, its machine has {size(server.machine_bytes or 0)}", expected, fix)
+        return warning(name, f"{seen}, its machine has {format_bytes(server.machine_bytes or 0)}", expected, fix)
     return ok(name, seen, expected)
 
 

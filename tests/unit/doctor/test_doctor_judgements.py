@@ -18,13 +18,12 @@ from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_clock_of, judge_conditional, judge_lifecycle, judge_rights
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
 from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
-from kvstore.doctor.sizes import size
 from kvstore.doctor.versions import PYTHON_MIN, SUPPORTED_VLLM, _installed, judge_packages, judge_python, judge_vllm
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
-from kvstore.runtime.sizes import parse_bytes
+from kvstore.runtime.sizes import format_bytes, parse_bytes
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.locations_redis import parse_redis
 from kvstore.tiers.redis.examine import RedisExamination
@@ -49,7 +48,7 @@ def check(finding: Finding, verdict: Verdict, seen: str = "", fix: str = "") -> 
 def test_sizes_are_read_back_by_the_settings() -> None:
     """What a fix names can be put into a setting."""
     for num_bytes in (1, 1023, 1024, 512 << 20, 3 << 29, 7 << 40):
-        assert parse_bytes(size(num_bytes)) == num_bytes
+        assert parse_bytes(format_bytes(num_bytes)) == num_bytes
 
 
 # versions
@@ -92,7 +91,7 @@ def test_limits() -> None:
     """Without GPUs nothing is pinned; with them locked memory and /dev/shm count; memory always does."""
     check(judge_memlock(MACHINE), SKIPPED)
     check(judge_memlock(replace(MACHINE, num_gpus=2)), WARNING, "8MiB", "ulimit -l unlimited")
-    check(judge_memlock(replace(MACHINE, num_gpus=2, memlock_bytes=GIB)), OK)
+    check(judge_memlock(replace(MACHINE, num_gpus=2, memlock_bytes=2 * GIB)), OK)
     check(judge_memlock(replace(MACHINE, num_gpus=2, memlock_bytes=None)), OK, "unlimited")
     check(judge_shared_memory(MACHINE), OK)
     check(judge_shared_memory(replace(MACHINE, has_memfd=False)), WARNING, "memfd_create", "seccomp")
