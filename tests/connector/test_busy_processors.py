@@ -55,7 +55,9 @@ def test_what_was_answered_is_saved(multiprocess: bool, llama: Path, work: Path,
     answered_s = []
     # a client keeps the private service, and what it is told, beyond the engine's end
     with BlockingStore(store.url, options=ClientOptions(num_data_connections=1)), busy_processors(2):
-        for prompt in PROMPTS:
+        for number, prompt in enumerate(PROMPTS):
+            if number == len(PROMPTS) // 2:
+                time.sleep(GRACE_S)  # for the first half; the second one is answered right before the end
             saving.generate([Request(prompt, max_tokens=2)])
             answered_s.append(time.monotonic())
         ends_s = time.monotonic()
@@ -67,7 +69,7 @@ def test_what_was_answered_is_saved(multiprocess: bool, llama: Path, work: Path,
     restored = [restoring.generate([Request(prompt, max_tokens=2)])[0].num_cached_tokens for prompt in PROMPTS]
     in_time = [ends_s - at_s > GRACE_S for at_s in answered_s]
     print(f"restored {restored.count(RESTORED)} of 20, {in_time.count(True)} of them in time; losses told: {losses}")
-    assert in_time.count(True) >= 10, "the engine was too quick for this test to show anything"
+    assert in_time.count(True) >= len(PROMPTS) // 2
     assert [tokens for tokens, was in zip(restored, in_time, strict=True) if was] == [RESTORED] * in_time.count(True)
     if restored.count(RESTORED) < len(PROMPTS):
         assert losses.get("save_stopped", 0) > 0
