@@ -68,11 +68,11 @@ def test_prompts_at_once_in_a_small_cache(work: Path, tmp_path: Path, engine: St
     """Four prompts at once in a cache that holds two, so that vLLM preempts: room is short everywhere, and yet every
     one of them can be resumed."""
     store = EmbeddedStore(tmp_path)
-    arguments = {"num_gpu_blocks_override": 48}
+    arguments = {"num_gpu_blocks_override": 28}
     saving = engine(spec(work, store, SMALL, arguments=arguments, max_model_len=3072))
     wait_for_engine(store.url)
     together = prompts(711, count=4)
-    saving.generate([Request(prompt, max_tokens=40) for prompt in together])
+    saving.generate([Request(prompt, max_tokens=8) for prompt in together])
     assert saving.metrics()["vllm:num_preemptions"] > 0
     saving.stop()
     store.forget()
