@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -60,6 +60,8 @@ class BlockingStore:
         self._closed = False
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._loop.set_exception_handler(on_loose_exception)
+        self._executor = ThreadPoolExecutor(thread_name_prefix="kvstore-client")
+        self._loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
         self._thread.start()
         self._loop.call_soon_threadsafe(self._store.start)
@@ -200,7 +202,8 @@ class BlockingStore:
         try:
             self._loop.run_forever()
         finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            # Not `shutdown_default_executor`: it starts a thread, which Python 3.12 refuses while the interpreter exits.
+            self._executor.shutdown()
             self._loop.close()
 
     # the end

@@ -73,7 +73,7 @@ class Refused(Exception):
     ) -> None:
         super().__init__(detail)
         shown = None if seen is None else _sendable(str(seen)[:_SEEN_CHARS_MAX])
-        title = HTTPStatus(status).phrase
+        title = _phrase(status)
         self.problem = Problem(
             title=title,
             status=status,
@@ -98,9 +98,15 @@ def answer(refused: Refused) -> Response:
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the description of a route: which refusals it may answer with."""
-    return {status: {"description": HTTPStatus(status).phrase, "content": _CONTENT} for status in sorted(statuses)}
+    return {status: {"description": _phrase(status), "content": _CONTENT} for status in sorted(statuses)}
 
 
+def _phrase(status: int) -> str:
+    return _PHRASES_OF_RFC_9110.get(status) or HTTPStatus(status).phrase
+
+
+# Python has these from 3.13 on; an answer does not depend on the Python of the service.
+_PHRASES_OF_RFC_9110 = {413: "Content Too Large", 422: "Unprocessable Content"}
 _CONTENT = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 

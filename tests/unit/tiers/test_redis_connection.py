@@ -19,7 +19,10 @@ Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def connected(peer: Peer) -> AsyncIterator[Connection]:
     """A connection to a server that does what `peer` says."""
 
+    serving: set[asyncio.Task[None] | None] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
         try:
             await peer(reader, writer)
         except (ConnectionError, asyncio.CancelledError):
@@ -36,6 +39,8 @@ async def connected(peer: Peer) -> AsyncIterator[Connection]:
     finally:
         await connection.aclose()
         server.close()
+        for task in filter(None, serving):
+            task.cancel()  # a peer may wait for ever, and from Python 3.12 on `wait_closed` waits for each
         await server.wait_closed()
 
 
