@@ -321,7 +321,7 @@ async def _s3(location: S3Location, meters: Meters) -> Tier:
 
 def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:
     return InvalidRequest(
-        f"the setting {setting} needs a package that is not installed: pip install 'kvstore[{extra}]'",
+        f"the setting {setting} needs a package that is not installed: pip install 'kvstore-vllm[{extra}]'",
         missing=error.name,
     )
 

@@ -32,7 +32,7 @@ async def open_served_store(
         return
     if find_spec("cryptography") is None:
         raise InvalidRequest(
-            "the setting encryption_keys needs a package that is not installed: pip install 'kvstore[encryption]'",
+            "the setting encryption_keys needs a package that is not installed: pip install 'kvstore-vllm[encryption]'",
             missing="cryptography",
         )
     keys = open_key_source(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing

@@ -183,7 +183,7 @@ class Settings(BaseSettings):
         log_format: `text`, or `json`: one object per line, for collectors. Both contain the request, tenant and
             namespace that a line belongs to, and neither contains a secret.
         otlp_traces_endpoint: Where spans are sent, `http://collector:4318/v1/traces`; unset: no tracing, at no cost.
-            Needs `kvstore[tracing]`.
+            Needs `kvstore-vllm[tracing]`.
         traces_share: Share of requests without a trace of their own that are traced; a request with one is traced if
             its trace is sampled. 1 traces everything, which is a lot on a busy service.
         idle_exit_s: Exit when no client was connected for this long; unset: never. For private services.

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import importlib.util
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,41 @@ pytest_plugins = ["kvstore.testing.fixtures"]
 
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvstore")
+
+# What the engine's side needs and the store's does not. Where one is not installed, its tests are skipped.
+_OF_ENGINES = ("msgspec", "torch", "transformers", "vllm")
+_MISSING = [name for name in _OF_ENGINES if importlib.util.find_spec(name) is None]
+_NO_MODULE = re.compile(rf"No module named '({'|'.join(_OF_ENGINES)})\b")
+
+
+def _missing(error: str) -> str | None:
+    """The module that an error says is missing, if it is one of those that may be."""
+    no = _NO_MODULE.search(error)
+    return no[1] if no is not None and no[1] in _MISSING else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that cannot be imported without them."""
+    report = yield
+    if report.failed and (name := _missing(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: no {name} here")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Skip a test that starts an engine, or imports one of them itself."""
+    if "vllm" in _MISSING and item.get_closest_marker("engine") is not None:
+        pytest.skip("no vllm here")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if name := _missing(str(error)):
+            pytest.skip(f"no {name} here")
+        raise
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

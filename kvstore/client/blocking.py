@@ -202,7 +202,7 @@ class BlockingStore:
         try:
             self._loop.run_forever()
         finally:
-            # Not `shutdown_default_executor`: it starts a thread, which Python 3.12 refuses while the interpreter exits.
+            # `shutdown_default_executor` would start a thread, which Python 3.12 refuses while the interpreter exits.
             self._executor.shutdown()
             self._loop.close()
 

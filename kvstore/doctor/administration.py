@@ -56,7 +56,7 @@ def judge_administration(address: TcpAddress, seen: int | str) -> Finding:
         return warning(_NAME, seen, expected, fix)
     if not address.tls and "TLS" in seen:
         return warning(_NAME, seen, expected, "set admin_listen to tls://host:port here too, or restart the service")
-    fix = "see the service's log for `no administration interface`: a port in use, or pip install 'kvstore[admin]'"
+    fix = "see the service's log for `no administration interface`: a port in use, or pip install 'kvstore-vllm[admin]'"
     return warning(_NAME, seen, expected, fix)
 
 

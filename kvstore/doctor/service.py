@@ -108,7 +108,7 @@ def judge_release(status: Mapping[str, object], ours: str) -> Finding:
     if seen == ours:
         return ok(name, seen, f"{ours}, as here")
     later = max(seen, ours, key=_numbers)
-    fix = f"install one release on both sides, and restart the service: pip install kvstore=={later}"
+    fix = f"install release {later} on both sides, from its wheel or its clone, and restart the service"
     return warning(name, seen, f"{ours}, as here", fix)
 
 

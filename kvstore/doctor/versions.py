@@ -7,13 +7,27 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
-from kvstore.doctor.finding import Finding, failed, ok, skipped
+from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Report
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.tiers.locations import RedisLocation, S3Location
 
-__all__ = ["PYTHON_MIN", "SUPPORTED_VLLM", "judge_packages", "judge_python", "judge_vllm", "versions_check"]
+__all__ = [
+    "DISTRIBUTION",
+    "PYTHON_MIN",
+    "SUPPORTED_VLLM",
+    "judge_distribution",
+    "judge_packages",
+    "judge_python",
+    "judge_vllm",
+    "versions_check",
+]
+
+DISTRIBUTION = "kvstore-vllm"
+"""What pip knows us by."""
+_NOT_OURS = "kvstore"
+"""Another project's name in the package index, and ours before that was known."""
 
 PYTHON_MIN = (3, 11)
 SUPPORTED_VLLM = ("0.32",)
@@ -29,10 +43,12 @@ _EXTRAS = {
 def versions_check(settings: Settings) -> Check:
     async def run(report: Report, deadline: Deadline) -> None:
         report(judge_python(sys.version_info[:3]))
+        report(judge_distribution(_distribution(DISTRIBUTION), _distribution(_NOT_OURS)))
         report(judge_vllm(_installed("vllm")))
         report(judge_packages(extras_of(settings), _is_installed))
 
-    return Check(("python", "vllm", "packages"), run, "reinstall kvstore: pip install --force-reinstall kvstore")
+    names = ("python", "distribution", "vllm", "packages")
+    return Check(names, run, f"install {DISTRIBUTION} again, from its wheel or its clone")
 
 
 def judge_python(seen: Sequence[int]) -> Finding:
@@ -40,6 +56,18 @@ def judge_python(seen: Sequence[int]) -> Finding:
     if tuple(seen) < PYTHON_MIN:
         return failed("python", text, f"{least} or later", f"create the environment with Python {least}")
     return ok("python", text, f"{least} or later")
+
+
+def judge_distribution(ours: str | None, other: str | None) -> Finding:
+    """Judge the installed versions, or `None`, of our distribution and of the one whose name is like our command's."""
+    name, expected = "distribution", f"{DISTRIBUTION}, and no distribution {_NOT_OURS}"
+    if other is not None:
+        seen = f"{_NOT_OURS} {other} is installed: another project, or this one under its former name"
+        fix = f"pip uninstall {_NOT_OURS}, then install {DISTRIBUTION} again, from its wheel or its clone"
+        return warning(name, seen, expected, fix)
+    if ours is None:
+        return skipped(name, "this runs from a source tree that is not installed")
+    return ok(name, f"{DISTRIBUTION} {ours}", expected)
 
 
 def judge_vllm(seen: str | None) -> Finding:
@@ -69,15 +97,23 @@ def judge_packages(extras: Sequence[str], is_installed: Callable[[str], bool]) -
     expected = f"what {' and '.join(extras) or 'memory and a directory'} need"
     if incomplete:
         names = ", ".join(name for extra in incomplete for name in missing[extra])
-        return failed("packages", f"not installed: {names}", expected, f"pip install 'kvstore[{','.join(incomplete)}]'")
+        fix = f"pip install 'kvstore-vllm[{','.join(incomplete)}]'"
+        return failed("packages", f"not installed: {names}", expected, fix)
     return ok("packages", "all installed" if extras else "the base installation is enough", expected)
 
 
-def _installed(name: str) -> str | None:
+def _distribution(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # another distribution may provide it, as for vLLM on CPUs
-        return next((version(other) for other in packages_distributions().get(name, ())), None)
+    except PackageNotFoundError:
+        return None
+
+
+def _installed(name: str) -> str | None:
+    if (seen := _distribution(name)) is not None:
+        return seen
+    # another distribution may provide it, as for vLLM on CPUs
+    return next((version(other) for other in packages_distributions().get(name, ())), None)
 
 
 def _is_installed(module: str) -> bool:

@@ -92,7 +92,7 @@ class TenantKey:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as error:
             raise InvalidRequest(
-                "encryption needs a package that is not installed: pip install 'kvstore[encryption]'",
+                "encryption needs a package that is not installed: pip install 'kvstore-vllm[encryption]'",
                 missing=error.name,
             ) from error
         cipher = Cipher(algorithms.AES(self._payload_key), modes.GCM(nonce, tag))

@@ -75,7 +75,8 @@ def open_tracing(settings: Settings) -> Iterator[Tracing | None]:
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ImportError as error:
         raise InvalidRequest(
-            "the setting otlp_traces_endpoint needs a package that is not installed: pip install 'kvstore[tracing]'",
+            "the setting otlp_traces_endpoint needs a package that is not installed: "
+            "pip install 'kvstore-vllm[tracing]'",
             missing=error.name,
         ) from error
     provider = TracerProvider(

@@ -187,7 +187,7 @@ def test_the_settings_name_the_collector(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "password@" not in str(raised.value)
     settings = load_settings({"otlp_traces_endpoint": "http://127.0.0.1:1/v1/traces"})
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(InvalidRequest, match=r"pip install 'kvstore\[tracing\]'"), open_tracing(settings):
+    with pytest.raises(InvalidRequest, match=r"pip install 'kvstore-vllm\[tracing\]'"), open_tracing(settings):
         pass
 
 

@@ -79,7 +79,7 @@ async def test_a_missing_extra_is_told_with_its_name(
     """The packages of a tier are not installed: the message is the command that installs them."""
     monkeypatch.setitem(sys.modules, module, None)  # an import of it fails as if it were not there
     settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:"} | setting)
-    with pytest.raises(InvalidRequest, match=rf"pip install 'kvstore\[{extra}\]'"):
+    with pytest.raises(InvalidRequest, match=rf"pip install 'kvstore-vllm\[{extra}\]'"):
         async with open_store(settings):
             pass
 

@@ -99,7 +99,7 @@ async def _open(service: Administered) -> AdminPort | None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         _log.warning(
-            "no administration interface: pip install 'kvstore[admin]', or set admin_listen to off missing=%s",
+            "no administration interface: pip install 'kvstore-vllm[admin]', or set admin_listen to off missing=%s",
             ",".join(missing),
         )
         return None

@@ -119,7 +119,7 @@ async def test_a_missing_package_is_a_warning(
         settings = load_settings({"admin_listen": "127.0.0.1:0"})
         async with admin_port(Administered(settings, None, made.store, made.server)) as port:
             assert port is None
-        assert "pip install 'kvstore[admin]'" in caplog.text
+        assert "pip install 'kvstore-vllm[admin]'" in caplog.text
         await asked(made)
 
 

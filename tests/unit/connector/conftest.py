@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.connector.rank_world import Make, ranks_on
 from tests.unit.connector.support import LoopBridge, bridge_to_memory
+
+if TYPE_CHECKING:
+    from tests.unit.connector.rank_world import Make
 
 
 @pytest.fixture
@@ -18,5 +21,7 @@ def bridge() -> Iterator[LoopBridge]:
 
 @pytest.fixture
 def rank(bridge: LoopBridge) -> Iterator[Make]:
+    from tests.unit.connector.rank_world import ranks_on  # which needs torch, as the other tests here do not
+
     with ranks_on(bridge) as make:
         yield make

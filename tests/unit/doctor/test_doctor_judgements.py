@@ -18,7 +18,16 @@ from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_clock_of, judge_conditional, judge_lifecycle, judge_rights
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
 from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
-from kvstore.doctor.versions import PYTHON_MIN, SUPPORTED_VLLM, _installed, judge_packages, judge_python, judge_vllm
+from kvstore.doctor.versions import (
+    DISTRIBUTION,
+    PYTHON_MIN,
+    SUPPORTED_VLLM,
+    _installed,
+    judge_distribution,
+    judge_packages,
+    judge_python,
+    judge_vllm,
+)
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
@@ -64,6 +73,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
     ]
     assert assigned == SUPPORTED_VLLM
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
     assert project["requires-python"] == ">=" + ".".join(map(str, PYTHON_MIN))
 
 
@@ -71,15 +81,20 @@ def test_versions() -> None:
     """Python and vLLM within and without the supported range, and packages that the settings need."""
     check(judge_python((3, 12, 1)), OK, "3.12.1")
     check(judge_python((3, 10, 9)), FAILED, "3.10.9", "Python 3.11")
-    assert _installed("vllm")  # for CPUs it is another distribution
+    assert _installed("yaml")  # the distribution has another name
     assert _installed("no_such_module") is None
+    check(judge_distribution("0.1.0", None), OK, "kvstore-vllm 0.1.0")
+    check(judge_distribution(None, None), SKIPPED, "source tree")
+    check(
+        judge_distribution("0.1.0", "0.1.1"), WARNING, "kvstore 0.1.1", "pip uninstall kvstore, then install kvstore-"
+    )
     check(judge_vllm(None), SKIPPED, "not installed")
     check(judge_vllm("0.32.0+cpu"), OK)
     check(judge_vllm("0.33.1"), FAILED, "0.33.1", "pip install 'vllm==0.32.*'")
     check(judge_vllm("0.320.0"), FAILED)
     check(judge_packages([], lambda name: False), OK)
     check(judge_packages(["redis", "s3"], lambda name: True), OK)
-    check(judge_packages(["redis", "s3"], lambda name: name == "redis"), FAILED, "hiredis", "'kvstore[redis,s3]'")
+    check(judge_packages(["redis", "s3"], lambda name: name == "redis"), FAILED, "hiredis", "'kvstore-vllm[redis,s3]'")
 
 
 # this machine
@@ -129,8 +144,8 @@ def test_services() -> None:
     lost = InvalidRequest("cannot read the authorities", field="tls_ca_file", path="/etc/ca.pem")
     check(judge_unreachable("tls://h:7", lost), FAILED, "authorities", "check that /etc/ca.pem exists")
     check(judge_release({"version": "1.2"}, "1.2"), OK)
-    check(judge_release({"version": "1.1"}, "1.2"), WARNING, "1.1", "pip install")
-    check(judge_release({"version": "0.9.0"}, "0.10.0"), WARNING, "0.9.0", "kvstore==0.10.0")
+    check(judge_release({"version": "1.1"}, "1.2"), WARNING, "1.1", "install release 1.2 on both sides")
+    check(judge_release({"version": "0.9.0"}, "0.10.0"), WARNING, "0.9.0", "install release 0.10.0")
     tiers = {"memory": {"healthy": True, "num_quarantined": 0}, "redis": {"healthy": True, "num_quarantined": 0}}
     check(judge_tiers({"tiers": tiers}), OK, "memory, redis")
     tiers["redis"]["num_quarantined"] = 3

@@ -8,7 +8,7 @@ function load() {
   const address = document.documentElement.dataset.charts;
   library ??= address
     ? import(address).then(() => globalThis.Chart)
-    : Promise.reject(new Error("no chart library: pip install 'kvstore[admin]'"));
+    : Promise.reject(new Error("no chart library: pip install 'kvstore-vllm[admin]'"));
   return library;
 }
 
