@@ -21,6 +21,7 @@ import pytest
 
 import kvstore
 from kvstore.doctor.versions import DISTRIBUTION
+from kvstore.testing.servers.ports import free_ports
 from tests.architecture.sources import ROOT, files
 
 SENT = ("kvstore", "connector", "migrations", "pyproject.toml", "README.md", "LICENSE")
@@ -175,14 +176,20 @@ def test_extras_that_are_named_exist() -> None:
 
 
 def test_commands_of_the_pages_install(bare: Environment, clone: Path, tmp_path: Path) -> None:
-    """Each one, in the order of the pages, in a clone; what they bring is there afterwards."""
+    """Each one, in the order of the pages, in a clone; what they bring is there afterwards, and the administration
+    interface answers with it, in the releases that pip chooses."""
     assert any("'.[" in command for command in COMMANDS) and any("-m venv" in command for command in COMMANDS)
     apart = tmp_path / "opt"
     for command in COMMANDS:
         if command not in OF_ENGINES:
             bare.does(command.replace("/opt/kvstore", str(apart)), clone)
     bare.does("python -c 'import redis, aioboto3, cryptography, fastapi, opentelemetry.sdk'", tmp_path)
-    assert "kvstore" in bare.does(f"{apart}/bin/kvstore --version", tmp_path)
+    (port,) = free_ports(1)
+    serve = f"{apart}/bin/kvstore serve --listen unix:{tmp_path / 's'} --cold memory: & trap 'kill $!' EXIT"
+    ask = "python -c 'import urllib.request as u; print(u.urlopen(\"$URL\").status)'"
+    asked = f"{serve}; for i in $(seq 100); do {ask} 2>/dev/null && exit; sleep 0.2; done; exit 1"
+    more = {"URL": f"http://127.0.0.1:{port}/openapi.json", "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{port}"}
+    assert bare.does(asked.replace("$URL", more["URL"]), tmp_path, **more).strip() == "200"
 
 
 @pytest.mark.full
