@@ -128,7 +128,9 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     def _connect(self) -> BlockingStore:
         settings = self._settings
         name, stall_s = read_name(self._vllm_config), settings.stall_timeout_ms / 1000
-        options = ClientOptions(name=name, stall_timeout_s=stall_s, tls=settings.tls())
+        options = ClientOptions(
+            name=name, stall_timeout_s=stall_s, first_stall_timeout_s=10 * stall_s, tls=settings.tls()
+        )
         embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
         try:
             return BlockingStore(settings.url, token=self._token, options=options, embedded=embedded)

@@ -23,6 +23,7 @@ from connector.scheduler.flights import Flights
 from connector.scheduler.handoffs import awaits_more, look_again
 from connector.scheduler.ledger import Fetch, RequestState
 from connector.scheduler.outcomes import Outcomes, cut, silent
+from connector.scheduler.patience import Patience
 from connector.settings import ConnectorSettings
 from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
 from kvstore.errors import Closed
@@ -96,6 +97,7 @@ class Lookups:
         self._flights = Flights()
         self._meters = meters
         self._clock = clock
+        self._patience = Patience(settings, clock)
         self.answered = threading.Event()
         """Set when an answer has come that changes what vLLM gets when it next asks."""
         self.audits: Audits | None = None  # set if hits are audited
@@ -104,7 +106,7 @@ class Lookups:
         """Hash the prompt and look it up, in the background."""
         chain = state.chain
         assert chain is not None
-        timeout_s = self._lookup_patience_s(state)
+        timeout_s = self._patience.seconds(state, self._clock.monotonic_s())
         prompt = state.prompt
 
         async def hash_prompt(store: PageStore) -> None:
@@ -121,6 +123,7 @@ class Lookups:
             query = self._query(namespace, chain, prompt, local_tokens=0)
             started_s = self._clock.monotonic_s()
             answer = await store.lookup(query, deadline=Deadline.after(timeout_s))
+            self._patience.answered()
             self._meters.observe("connector_lookup_seconds", self._clock.monotonic_s() - started_s)
             return answer
 
@@ -131,17 +134,7 @@ class Lookups:
         """Whether a request still has time to wait for the answer to its lookup."""
         if state.closed or state.chain is None:
             return False
-        now = self._clock.monotonic_s()
-        if state.asked_s is None:
-            state.asked_s = now
-        return now - state.asked_s < self._lookup_patience_s(state)
-
-    def _lookup_patience_s(self, state: RequestState) -> float:
-        timeout_s = self._settings.lookup_timeout_ms / 1000
-        if state.handoff is None:
-            return timeout_s
-        # something is there, or soon will be: worth more patience than a lookup that may find nothing
-        return max(timeout_s, state.handoff.wait_s)
+        return self._patience.lasts(state)
 
     def hit(self, state: RequestState, namespace: NamespaceId, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that are staged and leased, 0 for none, `None` for "ask again"."""

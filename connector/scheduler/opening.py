@@ -19,12 +19,15 @@ from connector.weights import WeightsIdFile, find_weights_id
 from kvstore.api import Deadline, PageStore
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
 __all__ = ["Opening"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_RETRY_S = 0.5
+_DIGEST_S = 1.0
+"""A digest of the weights that is kept from an earlier start is there sooner; one that is not may take minutes."""
 
 
 class Opening:
@@ -44,7 +47,9 @@ class Opening:
         cache_folder: Path,
         rank_refusals: Mapping[int, str | None],
         on_open: Callable[[NamespaceId], None] = lambda namespace: None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._settings = settings
         self._facts = facts
         self._shape = shape
@@ -63,6 +68,9 @@ class Opening:
 
     def _start(self, weights_id: str | None) -> Future[None]:
         binding = self._binding
+        # both are written on the store's thread once it has begun
+        self._digests_since_s = self._clock.monotonic_s() if weights_id is None else None
+        self._is_failing = False
         return self._bridge.submit(lambda store: self._open(store, binding, weights_id))
 
     @property
@@ -77,8 +85,10 @@ class Opening:
 
     @property
     def is_coming(self) -> bool:
-        """Whether there will be a namespace without anyone intervening."""
-        return self.refused is None and not self._detached
+        """Whether there will soon be a namespace: its weights are known, the service is there or is being started."""
+        since_s = self._digests_since_s
+        is_digesting = since_s is not None and self._clock.monotonic_s() - since_s > _DIGEST_S
+        return self.refused is None and not self._detached and not self._is_failing and not is_digesting
 
     def reset(self, *, is_empty: bool) -> None:
         """Detach from the weights, and attach to others if their id was written; otherwise there is no namespace.
@@ -134,6 +144,7 @@ class Opening:
                 weights_id = await asyncio.get_running_loop().run_in_executor(
                     None, find_weights_id, self._facts, self._cache_folder
                 )
+            self._digests_since_s = None
             description = describe_namespace(self._facts, self._shape, weights_id)
         except (InvalidRequest, OSError) as error:
             raise InvalidRequest(f"the weights have no id: {error}") from error
@@ -142,6 +153,7 @@ class Opening:
                 namespace = await store.open_namespace(description, deadline=Deadline.after(5.0))
                 break
             except Unavailable:
+                self._is_failing = True
                 await asyncio.sleep(_OPEN_RETRY_S)  # the client logs what is wrong, once, and keeps reconnecting
             except InvalidRequest as error:
                 raise InvalidRequest(f"the service refuses the namespace: {error}") from error

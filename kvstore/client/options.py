@@ -20,11 +20,14 @@ class ClientOptions:
         num_data_connections: Connections that carry records; two keep one core of the service busy.
         stall_timeout_s: A stage that gets neither an answer nor further bytes for this long ends. Longer than the
             service's own timeout, after which the service answers with what has arrived.
+        first_stall_timeout_s: The same until the first stage has ended: a service that was just started delivers its
+            first records late on a busy machine. `None`: no difference.
         hello_timeout_s: A connection that is not greeted by then is abandoned and tried again.
         dead_after_s: The client reconnects to a service that answers nothing for this long.
         backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
         backoff_max_s: The longest pause, and so the longest that recovery takes once the service is back.
-        first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect.
+        first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect to end: it
+            fails at once where nobody listens, but a private service may take so long to start.
         tls: What the client trusts and presents at a `tls://` address.
         shared_memory: Read records from the service's shared memory, if it offers that: one copy instead of two.
     """
@@ -33,11 +36,12 @@ class ClientOptions:
     name: str = ""
     num_data_connections: int = 2
     stall_timeout_s: float = 0.6
+    first_stall_timeout_s: float | None = None
     hello_timeout_s: float = 2.0
     dead_after_s: float = 5.0
     backoff_s: float = 0.05
     backoff_max_s: float = 0.5
-    first_attempt_s: float = 1.0
+    first_attempt_s: float = 20.0
     tls: ClientTls = field(default_factory=ClientTls)
     shared_memory: bool = True
 

@@ -46,6 +46,7 @@ class RemoteStore(PageStore):
         self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
         self._pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedRecords(options)
+        self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._untold: deque[Outcome] = deque(maxlen=_UNTOLD_MAX)
         self._closed = False
 
@@ -94,13 +95,16 @@ class RemoteStore(PageStore):
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
         fields = convert.query_fields(query)
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(
-                lambda i, ms: messages.Stage(i, ms, **fields),
-                messages.Staged,
-                deadline=deadline,
-                stall_s=self._options.stall_timeout_s,
-                on_progress=progress,
-            )
+            try:
+                answer, _ = await connection.ask(
+                    lambda i, ms: messages.Stage(i, ms, **fields),
+                    messages.Staged,
+                    deadline=deadline,
+                    stall_s=self._stall_s,
+                    on_progress=progress,
+                )
+            finally:
+                self._stall_s = self._options.stall_timeout_s  # also if it failed: silence costs more time only once
         return convert.parse_staged(answer)
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:

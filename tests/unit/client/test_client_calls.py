@@ -164,6 +164,15 @@ async def test_progress_keeps_a_stage_alive_and_its_lack_ends_it(node: Node) -> 
     await until(lambda: node.server.describe()["requests_running"] == 0)
 
 
+async def test_the_first_stage_has_more_time(node: Node) -> None:
+    """A service that was just started may be slow once: the first stage survives a silence that ends the second one."""
+    client = await node.client(stall_timeout_s=0.2, first_stall_timeout_s=10.0)
+    node.behind.progress_steps = [1] * 20  # 50 ms each, and none of them progress
+    assert (await node.staged(client)).lease
+    with pytest.raises(Unavailable, match="no progress in time"):
+        await client.stage(PROMPT.query(), deadline=soon())
+
+
 async def test_leases_end_with_their_client(node: Node) -> None:
     """A client goes without a word: its leases are released and its running calls cancelled; others keep theirs."""
     dying, staying = await node.client(), await node.client()

@@ -1,0 +1,88 @@
+"""The first prompt after an engine's start, on busy processors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvstore.client import BlockingStore
+from kvstore.client.embedded import private_socket_path
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
+
+pytestmark = pytest.mark.engine
+
+PROMPT = seeded_prompt(601, 2500)
+RESTORED = 2432
+ENGINES, BUSY = 5, 6
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def busy_processors() -> Iterator[None]:
+    """Processes that compute for the length of the block."""
+    with ExitStack() as stack:
+        for _ in range(BUSY):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))
+            stack.callback(process.kill)
+        yield
+
+
+def end_service(directory: Path) -> None:
+    """End the private service of a directory, as its idleness would, once what it was given is on disk."""
+    path = private_socket_path(directory)
+    with BlockingStore(f"unix:{path}") as store:
+        ends_s = time.monotonic() + PATIENCE_S
+        while True:
+            status = store.status(deadline=Deadline.after(10.0))
+            queues = cast(Mapping[str, Any], status["write_back"])
+            if not any(queue["records"] for queue in queues.values()):
+                break
+            assert time.monotonic() < ends_s
+            time.sleep(0.05)
+        pid = cast(Mapping[str, Any], status["service"])["pid"]
+    os.kill(pid, signal.SIGTERM)
+    while path.exists():
+        assert time.monotonic() < ends_s, "the private service does not end"
+        time.sleep(0.05)
+
+
+def reason(directory: Path) -> object:
+    """Why the latest request was resumed no further, as the service was told; `None`: it was told of none."""
+    with BlockingStore(f"unix:{private_socket_path(directory)}") as store:
+        listed = store.explain("", deadline=Deadline.after(30.0))
+        requests = cast(Sequence[Mapping[str, Any]], listed["requests"])
+        return requests[0]["reason"] if requests else None
+
+
+def test_the_first_prompt_is_a_hit(engine: Callable[..., EngineProcess], llama: Path, tmp_path: Path) -> None:
+    """Each engine starts a private service for itself, which takes longer than a lookup may, and is asked at once."""
+    spec = EngineSpec(
+        checkpoint=llama,
+        connector={"url": "embedded:", "load_always": True},
+        multiprocess=True,
+        environment={"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    saving = engine(spec)
+    (expected,) = saving.generate([Request(PROMPT)])
+    saving.stop()
+    end_service(tmp_path / "kvstore")
+    with busy_processors():
+        cached = []
+        for _ in range(ENGINES):
+            fresh = engine(spec)
+            (answer,) = fresh.generate([Request(PROMPT)])
+            cached.append((answer.num_cached_tokens, reason(tmp_path / "kvstore")))
+            assert answer.tokens == expected.tokens
+            fresh.stop()
+            end_service(tmp_path / "kvstore")
+        assert cached == [(RESTORED, "")] * ENGINES
