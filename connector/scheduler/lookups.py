@@ -106,7 +106,7 @@ class Lookups:
         """Hash the prompt and look it up, in the background."""
         chain = state.chain
         assert chain is not None
-        timeout_s = self._patience.seconds(state, self._clock.monotonic_s())
+        timeout_s = self._patience.for_answer_s(state, self._clock.monotonic_s())
         prompt = state.prompt
 
         async def hash_prompt(store: PageStore) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Opening"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
-_OPEN_RETRY_S = 0.5
+_OPEN_S, _OPEN_RETRY_S = 10.0, 0.5
 _DIGEST_S = 1.0
 """A digest of the weights that is kept from an earlier start is there sooner; one that is not may take minutes."""
 
@@ -150,7 +150,7 @@ class Opening:
             raise InvalidRequest(f"the weights have no id: {error}") from error
         while True:
             try:
-                namespace = await store.open_namespace(description, deadline=Deadline.after(5.0))
+                namespace = await store.open_namespace(description, deadline=Deadline.after(_OPEN_S))
                 break
             except Unavailable:
                 self._is_failing = True

@@ -8,9 +8,13 @@ from kvstore.runtime.clock import Clock
 
 __all__ = ["Patience"]
 
-_FIRST_FACTOR = 10
-"""An engine's first requests have so many times the time: the namespace is being opened, a private service started, and
-on a busy machine both take seconds. Until the first answer, and once: a service that never answers costs it once."""
+_OPENING_FACTOR, _OPENING_MAX_S = 30, 10.0
+"""An engine's first requests wait for the namespace for so many times the time of a lookup: a private service may have
+to be started, which takes up to four seconds on a busy machine. `Opening.is_coming` ends it where nothing comes."""
+
+_FIRST_FACTOR, _FIRST_MAX_S = 10, 3.0
+"""And so many times for the first answer of a service, which may have been started just now. Both are spent once: a
+service that never answers costs them once."""
 
 
 class Patience:
@@ -32,13 +36,17 @@ class Patience:
         now = self._clock.monotonic_s()
         if state.asked_s is None:
             state.asked_s = now
-        return now - state.asked_s < self.seconds(state, state.asked_s)
+        if state.lookup is None and self._answered_s is None:  # it waits for the namespace
+            seconds = max(self._timeout_s, min(_OPENING_FACTOR * self._timeout_s, _OPENING_MAX_S))
+        else:
+            seconds = self.for_answer_s(state, state.asked_s)
+        return now - state.asked_s < seconds
 
-    def seconds(self, state: RequestState, since_s: float) -> float:
-        """How long a request may wait that began to at a monotonic time."""
+    def for_answer_s(self, state: RequestState, since_s: float) -> float:
+        """How long a request may wait for the answer to its lookup, from a monotonic time on."""
         timeout_s = self._timeout_s
         if self._first_ends_s is None:
-            self._first_ends_s = since_s + _FIRST_FACTOR * timeout_s
+            self._first_ends_s = since_s + min(_FIRST_FACTOR * timeout_s, _FIRST_MAX_S)
         if self._answered_s is None or since_s <= self._answered_s:  # those that came together keep their time
             timeout_s = max(timeout_s, self._first_ends_s - since_s)
         if state.handoff is None:
