@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,12 +33,12 @@ from connector.jobs import RankReport, StepJobs
 from connector.plugin import register
 from connector.request_flags import read_flags
 from connector.scheduler.ledger import RequestState
-from connector.scheduler.saves import Offer
-from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
+from connector.scheduler.side import PromptFacts, SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder
 from connector.surface import EngineSurface
-from connector.vllm_facts import cache_layers, read_facts, read_name
+from connector.vllm_facts import cache_layers, read_facts, read_name, takes_release
 from connector.vllm_requests import RequestReader, read_trace
+from connector.vllm_steps import PoolPins, read_step
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.errors import InvalidRequest
@@ -73,26 +72,6 @@ class _RankProof(KVConnectorHandshakeMetadata):
     refusal: str | None
 
 
-class _PoolPins:
-    """`BlockPins` on vLLM's block pool."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block is in use or cached: no request holds KV, or will be given any that is there now."""
-        used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
-        return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
-
-    def pin(self, block_ids: Sequence[int]) -> None:
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
-
-    def unpin(self, block_ids: Sequence[int]) -> None:
-        # the last first, as vLLM does: a prefix is worth more than what follows it
-        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
-
-
 class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     """Saves finished prefixes to a kvstore service and resumes from them.
 
@@ -106,7 +85,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self._bridge: BlockingStore | None = None
-        self._pins: _PoolPins | None = None
+        self._pins: PoolPins | None = None
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.parse(transfer.kv_connector_extra_config or {}).for_role(transfer.kv_role)
         self._token = self._settings.read_token()
@@ -114,9 +93,18 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self._refusal: str | None = None
         self._requests = RequestReader()
         self._is_advised = False
-        if self._settings.mode == "off" or role is KVConnectorRole.SCHEDULER:
+        self._saved: _StepMetadata | None = None  # the last step whose saves were begun
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        allowed = self._settings.allow_untested_vllm
+        if self._settings.mode == "off" or not takes_release(allow_untested=allowed, tells=is_scheduler):
+            return
+        if is_scheduler:
             return  # the scheduler side is made once the ranks have reported what they hold
-        self._facts = read_facts(vllm_config, kv_cache_config)
+        try:
+            self._facts = read_facts(vllm_config, kv_cache_config)
+        except (ImportError, AttributeError, TypeError):  # what the contract's table did not foresee
+            _log.exception("kvstore: this engine is not cached: vLLM's configuration is not as it was")
+            return
         shape = self._facts.unsupported or read_shape(self._facts)
         if isinstance(shape, str):
             self._refusal = shape
@@ -198,7 +186,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
-        metadata = _StepMetadata(self.scheduler_side.plan_step(_step_facts(scheduler_output)))
+        metadata = _StepMetadata(self.scheduler_side.plan_step(read_step(scheduler_output)))
         if not metadata.jobs.computes:
             self.scheduler_side.wait_in_empty_step()
         return metadata
@@ -242,7 +230,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._pins = _PoolPins(gpu_block_pool)
+        self._pins = PoolPins(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine must keep stepping: blocks are held for pages of requests that have ended."""
@@ -254,7 +242,13 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the ranks' reports of what they hold, and make the scheduler side."""
+        """Take the ranks' reports of what they hold, and make the scheduler side.
+
+        Comes again (since 0.33) when the engine wakes up: then its blocks hold nothing of before.
+        """
+        if self.scheduler_side is not None:
+            self.scheduler_side.on_blocks_emptied()
+            return
         ranks = [proof for _, proof in sorted(metadata.items())]  # by stage and rank in it, as vLLM counts them
         proofs = {rank: proof for rank, proof in enumerate(ranks) if isinstance(proof, _RankProof)}
         if self._settings.mode == "off":
@@ -331,15 +325,42 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def wait_for_save(self) -> None:
-        if self.worker_side is not None:
-            self.worker_side.save(self._jobs())
+        self._save_once()
 
     @guarded(fallback=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker_side is None:
             return KVConnectorTransferResults()
-        finished, failed = self.worker_side.take_results(computes=self._jobs().computes)
+        computes = self._jobs().computes
+        if not computes:
+            self._save_ended()
+        finished, failed = self.worker_side.take_results(computes=computes)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    @guarded()
+    def _save_ended(self) -> None:
+        """Save in a step without a forward: vLLM 0.30 does not call `wait_for_save` in it.
+
+        Never in a step that computes: with drafts vLLM asks for results first, and calls `wait_for_save` when the
+        drafts' layers and the recurrent states are final. An error here must not keep the results of loads back.
+        """
+        self._save_once()
+
+    def _save_once(self) -> None:
+        if self.worker_side is None or (metadata := self._metadata()) is self._saved:
+            return
+        self._saved = metadata  # before: what fails has answered its jobs, and must not be tried again
+        self.worker_side.save(metadata.jobs)
+
+    @guarded()
+    def unregister_kv_caches(self) -> None:
+        """vLLM (since 0.33) takes the memory of its blocks away, to sleep: end all copies to and from it."""
+        if self.worker_side is not None:
+            self.worker_side.drain()
+
+    def restore_kv_caches(self) -> None:
+        """The blocks are back at their addresses: no view of ours has moved. What was planned for them before is
+        forgotten on the scheduler's side, which vLLM hands the handshake again."""
 
     @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -356,46 +377,18 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         if self._bridge is not None:
             self._bridge.close()
 
-    def _jobs(self) -> StepJobs:
+    def _metadata(self) -> _StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _StepMetadata)
-        return metadata.jobs
+        return metadata
 
-
-class _Tables(Mapping[str, Sequence[Sequence[int]]]):
-    """Block tables of a step's requests, resolved on access: most steps need none."""
-
-    def __init__(self, request_ids: Mapping[str, int], resolve: Callable[[str], Any]) -> None:
-        self._request_ids = request_ids
-        self._resolve = resolve
-
-    def __getitem__(self, request_id: str) -> Sequence[Sequence[int]]:
-        tables: Sequence[Sequence[int]] = self._resolve(request_id)
-        return tables
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._request_ids)
-
-    def __len__(self) -> int:
-        return len(self._request_ids)
+    def _jobs(self) -> StepJobs:
+        return self._metadata().jobs
 
 
 @functools.lru_cache(maxsize=64)
 def _warn_once(text: str) -> None:
     _log.warning("kvstore: %s", text)
-
-
-def _step_facts(output: Any) -> StepFacts:
-    computed = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
-    cached, blocks = output.scheduled_cached_reqs, output.kv_connector_block_state
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    final = {}
-    for request_id, scheduled in output.num_scheduled_tokens.items():
-        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        final[request_id] = computed[request_id] + scheduled - drafts
-    offers = {request: [Offer(*one) for one in made] for request, made in blocks.boundary_state_offloads.items()}
-    preempted = tuple(output.preempted_req_ids or ())
-    return StepFacts(final, _Tables(final, blocks.get_block_ids), offers, preempted, computed)
 
 
 # MultiConnector finds the class of statistics by name, even if a user named us by module path

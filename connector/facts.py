@@ -130,6 +130,7 @@ class EngineFacts:
         tp_rank: This rank of its pipeline stage (0 on the scheduler side).
         tp_size: Tensor-parallel size.
         pp_size: Pipeline stages.
+        untested_release: The version of a vLLM whose release nobody has tested with this connector; else `None`.
         groups: The canonical groups, in the order of their first layer; empty when the model is not supported.
         unsupported: Why the connector stays out of the way, or `None`.
         load_failure_policy: vLLM's `kv_load_failure_policy`.
@@ -170,6 +171,7 @@ class EngineFacts:
     step_tokens: int = 0
     machine_bytes: int = 0
     machine_ranks: int = 1
+    untested_release: str | None = None
 
     @property
     def num_ranks(self) -> int:

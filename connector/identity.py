@@ -119,6 +119,7 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
             # "auto" and its explicit spelling are the same type
             "cache_dtype": "auto" if facts.cache_dtype == facts.compute_dtype else facts.cache_dtype,
             **({"model_rules": facts.model_rules} if facts.model_rules else {}),
+            **({"untested_release": facts.untested_release} if facts.untested_release else {}),
             "layout": describe_layout(shape.layout, tuple(_note(group, facts.tp_size) for group in shape.groups)),
         }
     )

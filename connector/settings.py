@@ -60,6 +60,10 @@ class ConnectorSettings:
         audit_rate: Share of resume points (0 to 1, chosen by their hash) whose records this engine checks: the first
             request that would resume there computes instead, and its pages are compared with the stored ones; what is
             loaded is read back. 0.01 makes one first resume in a hundred as slow as a miss; 1 is for tests.
+        allow_untested_vllm: Also save and load with a vLLM whose release nobody has tested with this connector, where
+            it has all that the connector uses. Its pages are in a namespace of that version alone, and an engine loads
+            nothing until its first resume points were computed again and equalled what was stored. Off by default:
+            a release may change what a block holds, or when, without changing any name.
     """
 
     url: str = "embedded:"
@@ -81,6 +85,7 @@ class ConnectorSettings:
     whole_prompt_hits: bool = False
     load_always: bool = False
     audit_rate: float = 0.0
+    allow_untested_vllm: bool = False
 
     def for_role(self, kv_role: str) -> ConnectorSettings:
         """These settings as vLLM's role narrows them: a producer only saves, a consumer only loads.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from connector.guard import guarded
 from connector.hit_sources import split_tokens
 from connector.kv_events import to_events
@@ -13,8 +11,11 @@ from connector.metrics import Drain
 from connector.scheduler.announcements import Announcements, RequestHashes
 from connector.scheduler.bridge import result_or_none
 from connector.stats import KVStorePromMetrics, KVStoreStats
+from connector.vllm_facts import hash_block_tokens
 
 if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
     from connector.identity import CacheShape
     from connector.scheduler.side import SchedulerSide
     from connector.worker.side import WorkerSide
@@ -30,8 +31,6 @@ class EngineSurface:
         model: The worker's model, if the engine passes it on; kept for selective recomputation.
     """
 
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
-
     scheduler_side: SchedulerSide | None = None
     worker_side: WorkerSide | None = None
     guarded_errors: int = 0
@@ -39,6 +38,7 @@ class EngineSurface:
     _vllm_config: Any
     _kv_cache_config: Any
     _announcements: Announcements | None = None
+    _hash_tokens: int = 0
     _drain: Drain | None = None
 
     # ---- both sides
@@ -82,7 +82,9 @@ class EngineSurface:
 
     @guarded(fallback=dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """The hit's tokens by where they came from; the numbers add up to the hit."""
+        """The hit's tokens by where they came from; the numbers add up to the hit. vLLM asks since 0.32."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         staged = self._being_loaded(request.request_id)
         sources = staged.sources if staged is not None else {}
         return {CacheHitSource(place): count for place, count in split_tokens(sources, num_external_tokens).items()}
@@ -103,6 +105,7 @@ class EngineSurface:
         if events is None or not events.enable_kv_cache_events or self.scheduler_side is None:
             return
         self._announcements = Announcements(shape, num_ranks=num_ranks)
+        self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         self.scheduler_side.saves.announcements = self._announcements
 
     @guarded()
@@ -115,7 +118,7 @@ class EngineSurface:
             request.request_id,
             RequestHashes(
                 block_hashes=request.block_hashes,
-                hash_tokens=self._kv_cache_config.hash_block_size,
+                hash_tokens=self._hash_tokens,
                 lora_name=adapter.name if adapter is not None else None,
                 lora_id=adapter.adapter_id if adapter is not None else None,
             ),

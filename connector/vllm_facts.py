@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -25,14 +26,16 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
+from connector.contract import TESTED_RELEASES, advice_on_releases, release_of
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.vllm_rules import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 from kvstore.runtime.machine import usable_bytes
 
-__all__ = ["SUPPORTED_VLLM", "cache_layers", "read_facts", "read_name"]
+__all__ = ["cache_layers", "hash_block_tokens", "read_facts", "read_name", "takes_release"]
 
-SUPPORTED_VLLM = ("0.32",)
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
 _QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 _TOKEN_BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
@@ -81,6 +84,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         groups=groups,
         unsupported=unsupported,
         load_failure_policy=str(vllm_config.kv_transfer_config.kv_load_failure_policy),
+        untested_release=_untested_version(),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         retention_tokens=vllm_config.cache_config.prefix_cache_retention_interval,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -98,10 +102,43 @@ def cache_layers(kv_caches: Mapping[str, torch.Tensor], names: tuple[str, ...], 
     return [group_kernel_blocks(kv_caches[name], num_blocks) for name in names]
 
 
+def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one hash of vLLM's stands for: a block, or a part that all of its groups' blocks are multiples of."""
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def takes_release(*, allow_untested: bool, tells: bool) -> bool:
+    """Whether the installed vLLM is of a release that was tested, or that the operator permits.
+
+    Args:
+        allow_untested: What the operator has set.
+        tells: Warn if it was not tested: in one of an engine's processes.
+    """
+    version = _untested_version()
+    if version is None:
+        return True
+    if tells and allow_untested:
+        _log.warning(
+            "kvstore: vLLM %s was not tested with this connector and is used since allow_untested_vllm is set: nothing"
+            " is loaded until the first resume points were computed again and equalled what is stored",
+            version,
+        )
+    elif tells:
+        _log.warning(
+            "kvstore: this engine is not cached: vLLM %s was not tested with this connector: %s; or set"
+            " allow_untested_vllm to try it",
+            version,
+            advice_on_releases(),
+        )
+    return allow_untested
+
+
+def _untested_version() -> str | None:
+    return None if release_of(vllm.__version__) in TESTED_RELEASES else str(vllm.__version__)
+
+
 def _refuse_unsupported_engines(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
-    if not vllm.__version__.startswith(SUPPORTED_VLLM):
-        raise _Unsupported(f"vLLM {vllm.__version__} is not supported, only {', '.join(SUPPORTED_VLLM)}")
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
         raise _Unsupported("context parallelism (DCP, PCP) is not supported: its interleaved tokens are not proven")
     if vllm_config.model_config.is_diffusion:
@@ -282,7 +319,8 @@ def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str
         return (*kernels, ("block_tokens", spec.block_size), ("vllm", vllm.__version__))
     if backend not in _TOKEN_BACKENDS:
         raise _Unsupported(f"attention backend {backend} is not known to keep the bytes of a token together")
-    return (("cell", "token"),)
+    # until a test on a GPU has saved with one release and loaded with the other, they share nothing
+    return (("cell", "token"), ("vllm", ".".join(map(str, release_of(vllm.__version__) or (vllm.__version__,)))))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -423,6 +423,22 @@ class Saves:
                 state.pages_delayed = True
             self._end(job.job_id, withdrawn=True)
 
+    def abandon(self) -> int:
+        """Forget all jobs, those that wait for room included, and unpin their blocks; returns how many.
+
+        What a rank still answers is ignored.
+        """
+        self._waiting, self._waiting_blocks, self._in_flight_bytes = [], 0, 0
+        job_ids = list(self._saving)
+        for job_id in job_ids:
+            self._end(job_id, withdrawn=True)
+        return len(job_ids)
+
+    @property
+    def oldest_job_id(self) -> int | None:
+        """The job that waits longest, for room or for its ranks."""
+        return next(iter(self._saving), None)
+
     def on_rank_report(self, report: RankReport) -> None:
         """Take the ranks' reports: free the room of finished jobs, and stop saving after failed ones."""
         if self.announcements is not None:

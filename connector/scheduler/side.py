@@ -401,6 +401,10 @@ class SchedulerSide:
         self._loads = [replace(job, pieces=None) for job in self._loads]
         self.opening.reset(is_empty=is_empty)
 
+    def on_blocks_emptied(self) -> None:
+        """Note that the engine slept: saves that were planned before and not sent would now copy something else."""
+        self.saves.abandon()
+
     def status(self) -> dict[str, Any]:
         """Plain values for people and tests."""
         return {

@@ -115,6 +115,11 @@ class Loader:
         with self._lock:
             return bool(self._num_open or self._finished or self._to_read_back)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no load writes to blocks any more. False: it took too long."""
+        with self._lock:
+            return self._reported.wait_for(lambda: self._num_open <= len(self._to_read_back), timeout_s)
+
     def take_results(self, *, wait_s: float = 0.0) -> tuple[set[str], set[str]]:
         """Requests that finished since the last call, and those of them that failed.
 

@@ -218,6 +218,12 @@ class WorkerSide:
         """Plain values for people and tests."""
         return {"refusal": self.refusal, **self.meters.snapshot()}
 
+    def drain(self) -> None:
+        """Wait, within a time limit, until nothing reads from the blocks or writes to them."""
+        if self.loader is not None and self.saver is not None:
+            self.loader.drain(_DRAIN_S)
+            self.saver.drain(_DRAIN_S)
+
     def shutdown(self) -> None:
         """Finish pending saves within a time limit, then stop. Idempotent."""
         if self.saver is not None:

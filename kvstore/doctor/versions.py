@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -16,7 +17,7 @@ from kvstore.tiers.locations import RedisLocation, S3Location
 __all__ = [
     "DISTRIBUTION",
     "PYTHON_MIN",
-    "SUPPORTED_VLLM",
+    "TESTED_VLLM",
     "judge_distribution",
     "judge_packages",
     "judge_python",
@@ -30,8 +31,8 @@ _NOT_OURS = "kvstore"
 """Another project's name in the package index, and ours before that was known."""
 
 PYTHON_MIN = (3, 11)
-SUPPORTED_VLLM = ("0.32",)
-"""The same as the connector's, which cannot be imported without vLLM; a test compares them."""
+TESTED_VLLM = ((0, 30), (0, 31), (0, 32), (0, 33))
+"""The same releases as in the connector's contract, which the store does not import; a test compares them."""
 
 _EXTRAS = {
     "redis": ("redis", "hiredis"),
@@ -72,11 +73,16 @@ def judge_distribution(ours: str | None, other: str | None) -> Finding:
 
 def judge_vllm(seen: str | None) -> Finding:
     """Judge the installed version, or `None`."""
-    expected = " or ".join(f"{release}.x" for release in SUPPORTED_VLLM)
+    expected = " or ".join(f"{major}.{minor}.x" for major, minor in TESTED_VLLM)
     if seen is None:
         return skipped("vllm", "vLLM is not installed in this Python: run this in the engine's")
-    if not any(seen == release or seen.startswith(f"{release}.") for release in SUPPORTED_VLLM):
-        fix = f"pip install 'vllm=={SUPPORTED_VLLM[-1]}.*', or use a release of kvstore that supports vLLM {seen}"
+    numbers = re.match(r"(\d+)\.(\d+)(?!\d)", seen)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) not in TESTED_VLLM:
+        major, minor = TESTED_VLLM[-1]
+        fix = (
+            f"pip install 'vllm=={major}.{minor}.*', use a release of kvstore that was tested with vLLM {seen}, or set"
+            " the connector's allow_untested_vllm to try it"
+        )
         return failed("vllm", f"{seen}: engines run without the store", expected, fix)
     return ok("vllm", seen, expected)
 

@@ -28,6 +28,7 @@ HOMES = {
         *("connector/connector.py", "connector/vllm_facts.py"),
         # what vLLM shows of us, in vLLM's own types
         *("connector/surface.py", "connector/stats.py", "connector/kv_events.py", "connector/plugin.py"),
+        *("connector/contract.py", "connector/inert.py"),  # only to look whether vLLM has what the others use
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
     ),
     "cryptography": ("kvstore/format/encrypted.py", "benchmarks/"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
@@ -56,6 +57,17 @@ def test_block_size_and_backend_do_not_matter(monkeypatch: pytest.MonkeyPatch) -
     assert names[0] == names[1]
 
 
+@pytest.mark.usefixtures("gpu")
+def test_minor_releases_share_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test on a GPU has saved with one release and loaded with another. Corrections of one release do share."""
+    names = []
+    for version in ("0.32.0", "0.32.1", "0.33.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        read = facts(monkeypatch, {0: "FLASH_ATTN"}, group(full(block_size=16), 0))
+        names.append(describe_namespace(read, read_shape(read), "w").id)  # type: ignore[arg-type]
+    assert names[0] == names[1] != names[2]
+
+
 def test_a_cpu_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CPU engine keeps in a block is ordered by its instructions: the two never meet."""
     cpu = facts(monkeypatch, {}, group(full(block_size=128), 0))
@@ -69,7 +81,7 @@ def test_a_cpu_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_latent_and_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent vectors are tokens in order as well; a state depends on its kernels and on the layout they chose."""
     read = facts(monkeypatch, {0: "FLASHMLA"}, group(mla(block_size=64), 0))
-    assert [(one.kind, one.packing) for one in read.groups] == [(Latent(), {"cell": "token"})]
+    assert [(one.kind, one.packing) for one in read.groups] == [(Latent(), {"cell": "token", "vllm": "0.32"})]
     states = group(engines.MambaSpec(**MAMBA), 0)
     read = facts(monkeypatch, {0: "GDN_ATTN", 1: "FLASH_ATTN"}, states, group(full(), 1))
     recurrent = read.groups[0]

@@ -33,6 +33,7 @@ VALID: dict[str, tuple[Any, str]] = {
     "whole_prompt_hits": (True, "true"),
     "load_always": (True, "true"),
     "audit_rate": (0, "0"),
+    "allow_untested_vllm": (True, "true"),
 }
 """By key a value that is not its default (where there is another one), and the same as text of an environment."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from connector.contract import TESTED_RELEASES
 from kvstore.doctor.clocks import judge_clock
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
 from kvstore.doctor.finding import Finding, Verdict
@@ -21,7 +21,7 @@ from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
 from kvstore.doctor.versions import (
     DISTRIBUTION,
     PYTHON_MIN,
-    SUPPORTED_VLLM,
+    TESTED_VLLM,
     _installed,
     judge_distribution,
     judge_packages,
@@ -65,13 +65,7 @@ def test_sizes_are_read_back_by_the_settings() -> None:
 
 def test_supported_versions_are_those_of_the_project() -> None:
     """The doctor's list is the connector's, and its Python the one that the package asks for."""
-    module = ast.parse((ROOT / "connector" / "vllm_facts.py").read_text())
-    (assigned,) = [
-        ast.literal_eval(node.value)
-        for node in module.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_VLLM"
-    ]
-    assert assigned == SUPPORTED_VLLM
+    assert TESTED_RELEASES == TESTED_VLLM
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     assert project["requires-python"] == ">=" + ".".join(map(str, PYTHON_MIN))
@@ -90,8 +84,10 @@ def test_versions() -> None:
     )
     check(judge_vllm(None), SKIPPED, "not installed")
     check(judge_vllm("0.32.0+cpu"), OK)
-    check(judge_vllm("0.33.1"), FAILED, "0.33.1", "pip install 'vllm==0.32.*'")
+    check(judge_vllm("0.30.1rc2"), OK)
+    check(judge_vllm("0.34.1"), FAILED, "0.34.1", "pip install 'vllm==0.33.*'")
     check(judge_vllm("0.320.0"), FAILED)
+    check(judge_vllm("dev"), FAILED)
     check(judge_packages([], lambda name: False), OK)
     check(judge_packages(["redis", "s3"], lambda name: True), OK)
     check(judge_packages(["redis", "s3"], lambda name: name == "redis"), FAILED, "hiredis", "'kvstore-vllm[redis,s3]'")

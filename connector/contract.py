@@ -1,0 +1,286 @@
+"""What we use of vLLM, as a table, and whether the installed release has it.
+
+vLLM promises nothing of this to anybody outside: what is missing is found here, before anything of ours imports it.
+A release that has all of it may still call its hooks in another order, so it is used only once it was tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["BASE", "TESTED_RELEASES", "USES", "Release", "Use", "advice_on_releases", "missing", "release_of"]
+
+Release = tuple[int, int]
+"""Major and minor number: `(0, 32)`."""
+
+TESTED_RELEASES: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
+"""By `make test-vllm`; how each was tested is in docs/vllm.md."""
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+def release_of(version: str) -> Release | None:
+    """The release that a version is of, `None` for a build that does not say it (`dev`)."""
+    numbers = re.match(r"v?(\d+)\.(\d+)(?!\d)", version)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def advice_on_releases() -> str:
+    """What an operator can do about a vLLM that does not fit."""
+    tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED_RELEASES)
+    return f"use vLLM {tested}, or a kvstore that was tested with yours; see docs/vllm.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One name of vLLM that we use.
+
+    Attributes:
+        module: Where it is imported from.
+        name: A class or a function in it; empty: the module itself.
+        takes: A function's parameters that we give, by position or name.
+        fields: Attributes of a class, or of its objects, that we read.
+        hooks: Methods that vLLM calls on us, or we on our base, with exactly these parameters.
+        device: Needed on this kind of device only.
+    """
+
+    module: str
+    name: str = ""
+    takes: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    hooks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    device: str | None = None
+
+
+_HOOKS: Mapping[str, tuple[str, ...]] = {
+    "__init__": ("vllm_config", "role", "kv_cache_config"),
+    "_get_connector_metadata": (),
+    # of the scheduler's process
+    "bind_gpu_block_pool": ("gpu_block_pool",),
+    "build_connector_meta": ("scheduler_output",),
+    "get_finished_count": (),
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "has_pending_push_work": (),
+    "on_new_request": ("request",),
+    "request_finished": ("request", "block_ids"),
+    "requires_kv_delivery": (),
+    "reset_cache": (),
+    "set_xfer_handshake_metadata_pp_aware": ("metadata",),
+    "take_events": (),
+    "update_connector_output": ("connector_output",),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    # of a rank
+    "build_connector_worker_meta": (),
+    "get_handshake_metadata": (),
+    "get_transfer_results": ("finished_req_ids",),
+    "register_kv_caches": ("kv_caches",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "start_load_kv": ("forward_context", "kwargs"),
+    "wait_for_layer_load": ("layer_name",),
+    "wait_for_save": (),
+    # of both, and of the front end
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    "get_kv_connector_stats": (),
+    "shutdown": (),
+}
+
+_SPECS = "vllm.v1.kv_cache_interface"
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+
+USES: tuple[Use, ...] = (
+    Use("vllm", fields=("__version__",)),
+    # our base class, and what it passes
+    Use(BASE, "KVConnectorBase_V1", hooks=_HOOKS),
+    Use(BASE, "SupportsHMA", hooks={"request_finished_all_groups": ("request", "block_ids")}),
+    Use(BASE, "KVConnectorRole", fields=("SCHEDULER", "WORKER")),
+    Use(BASE, "KVConnectorMetadata"),
+    Use(BASE, "KVConnectorHandshakeMetadata"),
+    Use(BASE, "KVConnectorWorkerMetadata", hooks={"aggregate": ("other",)}),
+    Use(BASE, "KVConnectorTransferResults", fields=("finished_recving", "failed_recving")),
+    Use(
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        fields=("finished_recving", "failed_recving", "kv_connector_worker_meta"),
+    ),
+    # requests, steps and blocks
+    Use(
+        "vllm.v1.request",
+        "Request",
+        fields=(
+            *("request_id", "prompt_token_ids", "all_token_ids", "num_tokens", "num_computed_tokens", "block_hashes"),
+            *(
+                "cache_salt",
+                "lora_request",
+                "mm_features",
+                "prompt_embeds",
+                "prompt_is_token_ids",
+                "kv_transfer_params",
+            ),
+            *("skip_reading_prefix_cache", "status", "resumable", "trace_headers"),
+        ),
+    ),
+    Use("vllm.v1.request", "RequestStatus", fields=("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")),
+    Use(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        fields=(
+            *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "scheduled_spec_decode_tokens"),
+            *("preempted_req_ids", "kv_connector_block_state"),
+        ),
+    ),
+    Use("vllm.v1.core.sched.output", "NewRequestData", fields=("req_id", "num_computed_tokens")),
+    Use("vllm.v1.core.sched.output", "CachedRequestData", fields=("req_ids", "num_computed_tokens")),
+    Use("vllm.v1.core.sched.output", "KVConnectorBlockState", fields=("boundary_state_offloads", "get_block_ids")),
+    Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", fields=("get_block_ids",)),
+    Use(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        fields=("blocks", "num_gpu_blocks", "cached_block_hash_to_block"),
+        hooks={"get_num_free_blocks": (), "touch": ("blocks",), "free_blocks": ("ordered_blocks",)},
+    ),
+    # the model's cache
+    Use(_SPECS, "KVCacheConfig", fields=("num_blocks", "kv_cache_groups", "prefix_cacheable_group_ids")),
+    Use(_SPECS, "KVCacheGroupSpec", fields=("layer_names", "kv_cache_spec", "is_eagle_group")),
+    Use(
+        _SPECS,
+        "FullAttentionSpec",
+        fields=(
+            *("block_size", "num_kv_heads", "num_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode"),
+            *("tokens_per_state", "state_content_bytes", "state_content_size_bytes"),
+        ),
+    ),
+    Use(_SPECS, "SlidingWindowSpec", fields=("sliding_window", "extra_retained_tokens")),
+    Use(_SPECS, "ChunkedLocalAttentionSpec", fields=("attention_chunk_size",)),
+    Use(_SPECS, "MLAAttentionSpec", fields=("model_version",)),
+    Use(_SPECS, "MambaSpec", fields=("block_size", "shapes", "dtypes", "tp_replicated", "mamba_cache_mode")),
+    Use(_SPECS, "UniformTypeKVCacheSpecs", fields=("kv_cache_specs",)),
+    Use(_SPECS, "KVQuantMode", fields=("NONE", "FP8_PER_TENSOR")),
+    Use(_SPECS, "group_kernel_blocks", takes=("cache", "num_blocks")),
+    Use("vllm.v1.core.kv_cache_utils", "resolve_kv_cache_block_sizes", takes=("kv_cache_config", "vllm_config")),
+    # what an engine is
+    Use("vllm.distributed.parallel_state", "get_pp_group"),
+    Use("vllm.platforms", fields=("current_platform",)),
+    Use("vllm.platforms.interface", "Platform", fields=("device_type", "is_cpu", "is_cuda", "get_cpu_architecture")),
+    Use("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", device="cpu"),
+    Use("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout", device="cuda"),
+    Use(
+        "vllm.config",
+        "VllmConfig",
+        fields=(
+            *("model_config", "parallel_config", "cache_config", "load_config", "lora_config", "speculative_config"),
+            *("compilation_config", "kv_transfer_config", "kv_events_config"),
+        ),
+    ),
+    Use(
+        "vllm.config",
+        "ModelConfig",
+        fields=(
+            *(
+                "model",
+                "served_model_name",
+                "revision",
+                "architectures",
+                "dtype",
+                "quantization",
+                "quantization_config",
+            ),
+            *("hf_config", "max_model_len", "model_class_overrides", "multimodal_config", "is_diffusion"),
+            "get_total_num_kv_heads",
+        ),
+    ),
+    Use(
+        "vllm.config",
+        "ParallelConfig",
+        fields=(
+            *("rank", "tensor_parallel_size", "pipeline_parallel_size"),
+            *("decode_context_parallel_size", "prefill_context_parallel_size"),
+        ),
+    ),
+    Use(
+        "vllm.config",
+        "CacheConfig",
+        fields=("block_size", "cache_dtype", "enable_prefix_caching", "prefix_cache_retention_interval"),
+    ),
+    Use("vllm.config", "LoadConfig", fields=("load_format", "download_dir")),
+    Use("vllm.config", "LoRAConfig", fields=("target_modules", "lora_dtype", "enable_tower_connector_lora")),
+    Use("vllm.lora.request", "LoRARequest", fields=("lora_int_id", "lora_path", "load_inplace", "name", "adapter_id")),
+    Use(
+        "vllm.config",
+        "KVTransferConfig",
+        fields=("kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
+    ),
+    # statistics and events
+    Use(_METRICS, "KVConnectorStats", hooks={"aggregate": ("other",), "reduce": (), "reset": (), "is_empty": ()}),
+    Use(_METRICS, "KVConnectorPromMetrics"),
+    Use("vllm.config", "KVEventsConfig", fields=("enable_kv_cache_events",)),
+    Use("vllm.distributed.kv_events", "BlockStored", fields=("block_hashes", "medium", "group_idx", "ownership")),
+    Use("vllm.distributed.kv_events", "BlockRemoved", fields=("block_hashes", "medium", "group_idx", "ownership")),
+    Use("vllm.distributed.kv_events", "KVCacheEvent"),
+    Use("vllm.v1.core.kv_cache_utils", "BlockHash"),
+    Use("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash"),
+    Use(_SPECS, "get_kv_cache_spec_kind"),
+    Use(_SPECS, "get_kv_cache_spec_sliding_window"),
+)
+
+
+def missing(uses: tuple[Use, ...] = USES) -> list[str]:
+    """What of the table the installed vLLM does not have, in words; empty: all is there."""
+    return [lack for use in uses if _is_for_this_device(use) for lack in _lacks(use)]
+
+
+def _is_for_this_device(use: Use) -> bool:
+    if use.device is None:
+        return True
+    platform = getattr(importlib.import_module("vllm.platforms"), "current_platform", None)
+    return getattr(platform, "device_type", None) == use.device
+
+
+def _lacks(use: Use) -> Iterator[str]:
+    try:
+        module = importlib.import_module(use.module)
+    except ImportError:
+        yield use.module
+        return
+    path = f"{use.module}.{use.name}" if use.name else use.module
+    owner = getattr(module, use.name, None) if use.name else module
+    if owner is None:
+        yield path
+        return
+    if use.takes and (unknown := [name for name in use.takes if name not in _parameters(owner)]):
+        yield f"{path} with {', '.join(unknown)}"
+    for name in use.fields:
+        if not _has_field(owner, name):
+            yield f"{path}.{name}"
+    for name, expected in use.hooks.items():
+        if not hasattr(owner, name):
+            yield f"{path}.{name}"
+        elif (seen := _parameters(getattr(owner, name))) != expected:
+            yield f"{path}.{name}({', '.join(expected)}), it takes ({', '.join(seen)})"
+    if use.hooks:
+        for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - use.hooks.keys()):
+            yield f"{path} without {name}, which every connector must answer"
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    function = function.fget if isinstance(function, property) else function
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+def _has_field(owner: Any, name: str) -> bool:
+    """Whether a module, a class or its objects have an attribute, as far as the class shows it."""
+    if hasattr(owner, name):
+        return True
+    for cls in getattr(owner, "__mro__", ()):
+        own = vars(cls)
+        if any(name in own.get(told, ()) for told in ("__annotations__", "__dataclass_fields__", "__struct_fields__")):
+            return True
+        code = getattr(own.get("__init__"), "__code__", None)  # what a plain class sets in its constructor
+        if code is not None and name in code.co_names:
+            return True
+    return False

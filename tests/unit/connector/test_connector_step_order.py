@@ -1,0 +1,149 @@
+"""The order in which releases of vLLM call the hooks of a step: each save is made once, when its bytes are final."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+
+from connector import vllm_facts
+from connector.connector import KVStoreConnector, _RankProof, _StepMetadata
+from connector.jobs import SaveJob, StepJobs
+from connector.scheduler.ledger import Ledger
+from connector.scheduler.saves import Saves
+from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.runtime.meters import Meters
+from tests.unit.connector.support import make_facts, make_shape
+
+ENDED = SaveJob(7, NamespaceId(bytes(16)), PrefixHash(bytes(16)), 0, 0, 64, ((1, 2, 3, 4),))
+
+
+class Rank:
+    """A worker side that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.fails = False
+
+    def start_loads(self, jobs: StepJobs) -> None:
+        self.told.append("load")
+
+    def save(self, jobs: StepJobs) -> None:
+        self.told.append("save")
+        if self.fails:
+            raise ZeroDivisionError
+
+    def take_results(self, *, computes: bool) -> tuple[set[str], set[str]]:
+        self.told.append("results")
+        return {"r"}, set()
+
+    def drain(self) -> None:
+        self.told.append("drain")
+
+
+@pytest.fixture
+def made() -> Iterator[tuple[KVStoreConnector, Rank]]:
+    connector = KVStoreConnector.__new__(KVStoreConnector)
+    connector.guarded_errors = 0
+    connector._saved = None
+    connector.worker_side = rank = Rank()  # type: ignore[assignment]
+    yield connector, rank
+
+
+def step(connector: KVStoreConnector, *hooks: str, computes: bool) -> KVConnectorTransferResults:
+    """One step of a runner that calls these hooks."""
+    results = KVConnectorTransferResults()
+    connector.bind_connector_metadata(_StepMetadata(StepJobs(saves=(ENDED,), computes=computes)))
+    connector.start_load_kv(None)
+    for hook in hooks:
+        if hook == "get_transfer_results":
+            results = connector.get_transfer_results(set())
+        else:
+            getattr(connector, hook)()
+    connector.clear_connector_metadata()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("computes", "hooks", "told"),
+    [
+        pytest.param(False, ["get_transfer_results"], ["save", "results"], id="0.30, nothing to compute"),
+        pytest.param(
+            False, ["wait_for_save", "get_transfer_results"], ["save", "results"], id="0.31, nothing to compute"
+        ),
+        pytest.param(True, ["wait_for_save", "get_transfer_results"], ["save", "results"], id="a step that computes"),
+        pytest.param(True, ["get_transfer_results", "wait_for_save"], ["results", "save"], id="with drafts"),
+        pytest.param(False, ["get_transfer_results", "wait_for_save"], ["save", "results"], id="drafts, no forward"),
+    ],
+)
+def test_each_save_is_made_once(
+    made: tuple[KVStoreConnector, Rank], computes: bool, hooks: list[str], told: list[str]
+) -> None:
+    """In a step that computes only when vLLM says that all is written; in another also where vLLM does not ask for it,
+    and before the results, so that an idle engine waits for what it has just begun to save."""
+    connector, rank = made
+    for _ in range(2):
+        rank.told.clear()
+        step(connector, *hooks, computes=computes)
+        assert rank.told == ["load", *told]
+
+
+def test_a_save_that_fails_loses_no_load(made: tuple[KVStoreConnector, Rank]) -> None:
+    """And is not tried a second time: its jobs were answered with the error."""
+    connector, rank = made
+    rank.fails = True
+    results = step(connector, "get_transfer_results", "wait_for_save", computes=False)
+    assert results.finished_recving == {"r"}
+    assert rank.told == ["load", "save", "results"]
+    assert connector.guarded_errors == 1
+
+
+def test_an_engine_that_sleeps_ends_its_copies_first(made: tuple[KVStoreConnector, Rank]) -> None:
+    """Both hooks are called whatever the connector's state."""
+    connector, rank = made
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert rank.told == ["drain"]
+    connector.worker_side = None
+    connector.unregister_kv_caches()
+    assert connector.guarded_errors == 0
+
+
+def test_an_engine_that_wakes_up_keeps_its_scheduler_side() -> None:
+    """vLLM gives the handshake again. The blocks are empty: what was to be saved of them is dropped, and unpinned."""
+    connector = KVStoreConnector.__new__(KVStoreConnector)
+    connector.guarded_errors = 0
+    facts, unpinned = make_facts(), []  # type: ignore[var-annotated]
+    saves = Saves(make_shape(facts), num_ranks=1, limit_bytes=1 << 20, ledger=Ledger(), meters=Meters())
+    saves.pins = SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend)
+    saves._ended = [ENDED]
+    saves._saving[ENDED.job_id] = SimpleNamespace(num_bytes=0, pinned=(1, 2, 3, 4))  # type: ignore[assignment]
+    side = SimpleNamespace(on_blocks_emptied=saves.abandon)
+    connector.scheduler_side = side  # type: ignore[assignment]
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _RankProof(facts, None)})
+    assert connector.scheduler_side is side and connector.guarded_errors == 0
+    assert saves.take_ended() == [] and len(saves) == 0 and unpinned == [1, 2, 3, 4]
+
+
+def test_a_configuration_that_is_not_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table cannot foresee everything: the rank stays out, says why, and does not end."""
+
+    def changed(*_: Any) -> Any:
+        raise AttributeError("no attribute 'tensor_parallel_size'")
+
+    monkeypatch.setattr("connector.connector.read_facts", changed)
+    transfer = SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both")
+    rank = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.WORKER, SimpleNamespace())
+    assert rank.worker_side is None and rank.get_handshake_metadata() is None
+    assert "this engine is not cached" in caplog.text and "tensor_parallel_size" in caplog.text
+
+
+def test_the_hashs_tokens_are_read_from_every_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`KVCacheConfig` tells them since 0.32 only; what vLLM itself computes them with tells them in all."""
+    monkeypatch.setattr(vllm_facts, "resolve_kv_cache_block_sizes", lambda kv_cache, vllm: (640, 128))
+    assert vllm_facts.hash_block_tokens(SimpleNamespace(), SimpleNamespace()) == 128
