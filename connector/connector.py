@@ -253,6 +253,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         proofs = {rank: proof for rank, proof in enumerate(ranks) if isinstance(proof, _RankProof)}
         if self._settings.mode == "off":
             return
+        if not any(rank is not None for rank in ranks):
+            return  # they have said why
         if not proofs:
             _log.warning(
                 "kvstore: this engine is not cached: vLLM gave us another connector's handshake;"

@@ -143,11 +143,15 @@ class RankReport:
         saves_done: For each finished save job the number of ranks that are done with its buffers, stored or not.
         saves_failed: Jobs of which a slice was not stored: a hole in their prefix.
         audits_done: For each finished audit job the number of ranks that are done with its records.
+        audits_partial: Finished audit jobs of which a record was not compared.
+        audits_differ: Finished audit jobs of which a record is not what was computed.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
     saves_failed: set[int] = field(default_factory=set)
     audits_done: dict[int, int] = field(default_factory=dict)
+    audits_partial: set[int] = field(default_factory=set)
+    audits_differ: set[int] = field(default_factory=set)
 
     def merge(self, other: RankReport) -> RankReport:
         """The sum of two reports."""
@@ -155,6 +159,8 @@ class RankReport:
             _add_up(self.saves_done, other.saves_done),
             self.saves_failed | other.saves_failed,
             _add_up(self.audits_done, other.audits_done),
+            self.audits_partial | other.audits_partial,
+            self.audits_differ | other.audits_differ,
         )
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
+from connector.facts import EngineFacts
 from connector.identity import CacheShape
-from connector.jobs import AuditJob, AuditJobs, BlockIds, LoadPiece
+from connector.jobs import AuditJob, AuditJobs, BlockIds, LoadPiece, RankReport
+from connector.scheduler.audit_records import AuditRecord, records_of
 from connector.scheduler.bridge import Bridge
 from connector.scheduler.load_plan import blocks_of
 from connector.scheduler.saves import Offer
 from kvstore.api import Deadline, LeaseId, PageStore, Staged
 from kvstore.errors import Closed, InternalError
-from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.model.keys import PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Audits", "is_sampled"]
+__all__ = ["TRIAL_POINTS", "Audits", "is_sampled"]
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SEEN_MAX = 1 << 16
 """Boundaries that are remembered as audited; beyond, the oldest is forgotten and may be audited again."""
@@ -30,26 +34,16 @@ _OPEN_MAX = 64
 
 _RENEW_SHARE = 3
 
+TRIAL_POINTS = 3
+"""Resume points that an engine of an untested vLLM has to compute again, and find equal, before it loads anything; and
+so many of its first loads are read back. Each costs one request its hit."""
+
 Tables = Callable[[], Sequence[Sequence[int]]]
 
 
 def is_sampled(prefix: PrefixHash, rate: float) -> bool:
     """Whether a boundary is in the audited share; the same in every engine, and included in any larger share."""
     return int.from_bytes(prefix[-8:], "little") < rate * (1 << 64)
-
-
-@dataclass(slots=True)
-class _Record:
-    """A staged page, tail or state, all its slices, that waits for the engine to compute it."""
-
-    group: int
-    start_tokens: int
-    stop_tokens: int
-    keys: tuple[RecordKey, ...]
-
-    @property
-    def name(self) -> tuple[PrefixHash, int]:
-        return self.keys[0].prefix, self.group
 
 
 @dataclass(slots=True)
@@ -63,14 +57,16 @@ class _Audit:
         waiting: Records that are not computed yet.
         open_jobs: Unanswered comparisons: by id the number of ranks that have yet to answer.
         from_tokens: Where the request began to compute; it did not compute what is below.
+        is_whole: All of its records were compared, as far as is known.
     """
 
     lease: LeaseId
     lease_s: float
     renewed_s: float
-    waiting: list[_Record]
+    waiting: list[AuditRecord]
     open_jobs: dict[int, int] = field(default_factory=dict)
     from_tokens: int | None = None
+    is_whole: bool = True
 
 
 @dataclass(slots=True)
@@ -90,9 +86,13 @@ class Audits:
         rate: Share of boundaries, chosen by their hash.
         shape: The model's cache.
         bridge: To the store.
-        num_ranks: Ranks that answer each job.
+        facts: The engine. If its vLLM is of an untested release, its first resume points are all audited, and no hit
+            is taken until enough of them were equal.
         meters: Counters.
         clock: Time.
+
+    Attributes:
+        refusal: Why an engine of an untested release must not be cached: what it computes is not what is stored.
     """
 
     def __init__(
@@ -101,14 +101,15 @@ class Audits:
         shape: CacheShape,
         bridge: Bridge,
         *,
-        num_ranks: int,
+        facts: EngineFacts,
         meters: Meters,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._rate = rate
         self._shape = shape
         self._bridge = bridge
-        self._num_ranks = num_ranks
+        self._num_ranks = facts.num_ranks
+        self._untested_release = facts.untested_release
         self._meters = meters
         self._clock = clock
         self._seen: dict[tuple[PrefixHash, int], None] = {}
@@ -118,6 +119,8 @@ class Audits:
         self._loaded: dict[str, _Loaded] = {}  # by request, until its first forward
         self._gone: list[str] = []
         self._next_id = 0
+        self._points_left = self._read_backs_left = TRIAL_POINTS if facts.untested_release is not None else 0
+        self.refusal: str | None = None
 
     # ---- hits
 
@@ -136,18 +139,19 @@ class Audits:
             Up to where the request may still resume from the store, or `None`: the hit is not taken over.
         """
         assert staged.lease is not None
+        on_trial = self._points_left > 0
         if request_id in self._computing or len(self._audits) + len(self._ending) >= _OPEN_MAX:
-            return None
+            return self._withhold(staged.lease) if on_trial else None
         due = [
             record
-            for record in _records(staged)
+            for record in records_of(staged)
             if record.stop_tokens > local_tokens
             and record.name not in self._seen
             and not self._shape.groups[record.group].facts.drafts  # they depend on a token that no hash covers
-            and is_sampled(record.name[0], self._rate)
+            and (on_trial or is_sampled(record.name[0], self._rate))
         ]
         if not due:
-            return None
+            return self._withhold(staged.lease) if on_trial else None
         for record in due:
             self._remember(record)
         audit = _Audit(staged.lease, staged.lease_s, self._clock.monotonic_s(), due)
@@ -157,7 +161,12 @@ class Audits:
         step = self._shape.boundary_tokens
         return min(min(record.start_tokens, record.stop_tokens - step) for record in due)
 
-    def _remember(self, record: _Record) -> None:
+    def _withhold(self, lease: LeaseId) -> int:
+        """Take over a hit that nothing of is audited, so that nothing of it is loaded."""
+        self._release(lease)
+        return 0
+
+    def _remember(self, record: AuditRecord) -> None:
         self._seen[record.name] = None
         while len(self._seen) > _SEEN_MAX:
             del self._seen[next(iter(self._seen))]
@@ -167,7 +176,9 @@ class Audits:
     def on_load(self, request_id: str, staged: Staged, resume_tokens: int) -> bool:
         """Note that a hit is being loaded; returns whether the ranks are to read its blocks back."""
         self._loaded.pop(request_id, None)
-        if not any(is_sampled(key.prefix, self._rate) for key in staged.keys):
+        if self._read_backs_left > 0:
+            self._read_backs_left -= 1
+        elif not any(is_sampled(key.prefix, self._rate) for key in staged.keys):
             return False
         self._loaded[request_id] = _Loaded(resume_tokens)
         return True
@@ -246,13 +257,13 @@ class Audits:
             audit.waiting.remove(record)
             placed = self._place(record, audit.from_tokens, tables, offers)
             if placed is None:
-                self._leave([record])
+                self._leave(audit, [record])
             else:
                 pieces += placed
         return tuple(pieces)
 
     def _place(
-        self, record: _Record, from_tokens: int, tables: Tables, offers: Sequence[Offer]
+        self, record: AuditRecord, from_tokens: int, tables: Tables, offers: Sequence[Offer]
     ) -> list[LoadPiece] | None:
         """Where the computed content of a record is, or `None` if the engine did not compute or keep it."""
         group = self._shape.groups[record.group]
@@ -287,7 +298,7 @@ class Audits:
             self.on_load_gone(request_id)
         for audit in self._audits.get(request_id, ()):
             if audit.from_tokens is not None:
-                self._leave(audit.waiting)
+                self._leave(audit, audit.waiting)
                 audit.waiting = []
         self._end_done(request_id)
 
@@ -296,15 +307,22 @@ class Audits:
         self.on_load_gone(request_id)
         self._computing.discard(request_id)
         for audit in self._audits.pop(request_id, []):
-            self._leave(audit.waiting)
+            self._leave(audit, audit.waiting)
             audit.waiting = []
             self._ending.append(audit)
         self._ending = self._without_done(self._ending)
 
-    def on_done(self, done: Mapping[int, int]) -> None:
-        """Take the ranks' answers: by job the number of ranks that are done."""
+    def on_rank_report(self, report: RankReport) -> None:
+        """Take the ranks' answers."""
+        if report.audits_differ and self._untested_release is not None:
+            self.refusal = (
+                f"vLLM {self._untested_release} was not tested with this connector, and a stored page is not what it"
+                " computes"
+            )
         for audit in self._open():
-            _count_down(audit, done)
+            if audit.open_jobs.keys() & (report.audits_partial | report.audits_differ):
+                audit.is_whole = False
+            _count_down(audit, report.audits_done)
         for request_id in list(self._audits):
             self._end_done(request_id)
         self._ending = self._without_done(self._ending)
@@ -329,11 +347,20 @@ class Audits:
             if audit.waiting or audit.open_jobs:
                 left.append(audit)
             else:
-                self._release(audit)
+                self._release(audit.lease)
+                self._count_point(audit)
         return left
 
-    def _leave(self, records: Iterable[_Record]) -> None:
+    def _count_point(self, audit: _Audit) -> None:
+        if self._points_left == 0 or not audit.is_whole:
+            return
+        self._points_left -= 1
+        if self._points_left == 0:
+            _log.info("kvstore: %d resume points were computed again and were equal: hits are loaded", TRIAL_POINTS)
+
+    def _leave(self, audit: _Audit, records: Iterable[AuditRecord]) -> None:
         for record in records:
+            audit.is_whole = False
             self._seen.pop(record.name, None)
             self._meters.add("connector_audit_skipped")
 
@@ -350,9 +377,9 @@ class Audits:
 
         self._submit_quietly(renew)
 
-    def _release(self, audit: _Audit) -> None:
+    def _release(self, lease: LeaseId) -> None:
         async def release(store: PageStore) -> None:
-            await store.release(audit.lease)
+            await store.release(lease)
 
         self._submit_quietly(release)
 
@@ -361,21 +388,7 @@ class Audits:
             self._bridge.submit(work)
 
 
-def _records(staged: Staged) -> list[_Record]:
-    """The records of a hit, with their slices grouped."""
-
-    def of_record(item: tuple[RecordKey, tuple[int, int]]) -> tuple[int, int, int, bytes]:
-        key, (start, stop) = item
-        return key.group, stop, start, key.prefix
-
-    items = sorted(zip(staged.keys, staged.spans, strict=True), key=of_record)
-    return [
-        _Record(group, start, stop, tuple(key for key, _ in slices))
-        for (group, stop, start, _), slices in groupby(items, key=of_record)
-    ]
-
-
-def _is_of(offer: Offer, record: _Record) -> bool:
+def _is_of(offer: Offer, record: AuditRecord) -> bool:
     return offer.boundary_tokens == record.stop_tokens
 
 

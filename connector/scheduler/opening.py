@@ -63,7 +63,7 @@ class Opening:
         self.refused: str | None = None
         for rank, refusal in rank_refusals.items():
             if refusal is not None:
-                self._refuse(f"rank {rank}: {refusal}")
+                self.refuse(f"rank {rank}: {refusal}")
         self._task = self._start(settings.weights_id)
 
     def _start(self, weights_id: str | None) -> Future[None]:
@@ -130,10 +130,10 @@ class Opening:
         except Closed:
             return  # the engine ends
         except KVStoreError as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
         except Exception as error:  # noqa: BLE001 - a background task's top: an engine without a cache must say why
             _log.exception("kvstore: the namespace could not be opened")
-            self._refuse(f"{type(error).__name__}: {error}")
+            self.refuse(f"{type(error).__name__}: {error}")
         else:
             self._opened = binding, namespace
             self._on_open(namespace)
@@ -168,7 +168,8 @@ class Opening:
         )
         return namespace
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """End caching on this engine, and say why, once."""
         if self.refused is None:
             self.refused = reason
             _log.warning("kvstore: this engine is not cached: %s", reason)

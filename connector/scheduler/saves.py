@@ -423,15 +423,15 @@ class Saves:
                 state.pages_delayed = True
             self._end(job.job_id, withdrawn=True)
 
-    def abandon(self) -> int:
-        """Forget all jobs, those that wait for room included, and unpin their blocks; returns how many.
+    def abandon(self, reason: Lost) -> int:
+        """Give up all jobs, those that wait for room included, and unpin their blocks; returns how many.
 
         What a rank still answers is ignored.
         """
         self._waiting, self._waiting_blocks, self._in_flight_bytes = [], 0, 0
         job_ids = list(self._saving)
         for job_id in job_ids:
-            self._end(job_id, withdrawn=True)
+            self._lose(job_id, reason)
         return len(job_ids)
 
     @property

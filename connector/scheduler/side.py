@@ -29,6 +29,7 @@ from connector.scheduler.prompt_facts import PromptFacts
 from connector.scheduler.saves import BlockPins, Running, Saves
 from connector.scheduler.step_facts import StepFacts
 from connector.scheduler.timing import Timing
+from connector.scheduler.watchdog import Watchdog
 from connector.settings import ConnectorSettings
 from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId
@@ -106,14 +107,13 @@ class SchedulerSide:
         # a state is offered in the step that makes it, and a window's blocks are given back after a few
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
         self._audits: Audits | None = None
-        if settings.audit_rate > 0:
-            self._audits = Audits(
-                settings.audit_rate, shape, bridge, num_ranks=facts.num_ranks, meters=self.meters, clock=clock
-            )
+        if settings.audit_rate > 0 or facts.untested_release is not None:
+            self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
             self._lookups.audits = self._audits
         self._loads: list[LoadJob] = []
         self._orphans: dict[str, RequestState] = {}  # ended while the ranks still load for them
         self._patient = True
+        self._watchdog = Watchdog(self.saves, clock)
         self.opening = Opening(
             settings,
             facts,
@@ -312,6 +312,7 @@ class SchedulerSide:
     def plan_step(self, step: StepFacts) -> StepJobs:
         """The jobs of one step, from what the engine computes in it."""
         self._timing.on_planned(step.computed_tokens, step.final_tokens)
+        self._watchdog.on_step()
         for request_id in step.preempted:
             if (lost := self.ledger.find(request_id)) is not None:
                 lost.resume()
@@ -349,6 +350,8 @@ class SchedulerSide:
         """Whether pages of this request can be saved once its prompt is hashed, which has begun then."""
         if not self._settings.saves or not state.flags.save or not self.room.fits_all:
             return False
+        if self._watchdog.has_ended_saves:
+            return False
         if not self.is_ready or state.chain is None or state.save_stopped:
             return False
         if len(state.known) < self._shape.boundary_tokens:
@@ -381,7 +384,9 @@ class SchedulerSide:
         """Take the ranks' reports of saves and audits."""
         self.saves.on_rank_report(report)
         if self._audits is not None:
-            self._audits.on_done(report.audits_done)
+            self._audits.on_rank_report(report)
+            if self._audits.refusal is not None:
+                self.opening.refuse(self._audits.refusal)
 
     def reset_cache(self, *, is_empty: bool) -> None:
         """Note that the engine dropped its own cache; if weights may change, that ends loads and saves for now.
@@ -403,7 +408,7 @@ class SchedulerSide:
 
     def on_blocks_emptied(self) -> None:
         """Note that the engine slept: saves that were planned before and not sent would now copy something else."""
-        self.saves.abandon()
+        self.saves.abandon(Lost.STOPPED)
 
     def status(self) -> dict[str, Any]:
         """Plain values for people and tests."""

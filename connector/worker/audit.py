@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import xxhash
 
 from connector.device.base import PageGather, Ticket
 from connector.device.host_pages import PageShare
-from connector.jobs import AuditJob, AuditJobs, LoadPiece
+from connector.jobs import AuditJob, AuditJobs, LoadPiece, RankReport
 from connector.scheduler.bridge import Bridge
 from connector.worker.differences import (
     bound_for,
@@ -75,7 +76,7 @@ class Auditor:
         self._meters = meters
         self._lock = threading.Lock()
         self._placed: dict[str, list[_Placed]] = {}  # by request, until its first forward
-        self._done: dict[int, int] = {}
+        self._report = RankReport()
         self._largest = 0.0
 
     def look(self, jobs: AuditJobs) -> None:
@@ -176,7 +177,7 @@ class Auditor:
     def _audit(self, jobs: Sequence[AuditJob]) -> None:
         """Compare stored records with the blocks that this step's forward completes. Called on the engine's thread.
 
-        Every job is reported once, by `take_done`.
+        Every job is reported once, by `take_report`.
         """
         left = deque(jobs)
         try:
@@ -185,7 +186,7 @@ class Auditor:
                 left.popleft()
         finally:
             for job in left:
-                self._report(job)
+                self._done(job, is_partial=True)
 
     def _order_comparison(self, job: AuditJob) -> None:
         pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
@@ -199,18 +200,22 @@ class Auditor:
                 raise
             if not isinstance(error, Closed):
                 _log.exception("kvstore: audit: pages could not be compared")
-            self._report(job)
+            self._done(job, is_partial=True)
 
     async def _compare_records(
         self, job: AuditJob, left: deque[tuple[LoadPiece, _Copy | None]], store: PageStore
     ) -> None:
+        is_partial, differs = any(copy is None for _, copy in left), False
         try:
             while left:
                 piece, copy = left[0]
                 if copy is not None:
                     try:
-                        await self._compare_record(store, LeaseId(job.lease), piece, copy)
+                        differs |= not await self._compare_record(store, LeaseId(job.lease), piece, copy)
+                    except CorruptRecord:  # which is no fault of how it was made, or is computed
+                        is_partial = True
                     except KVStoreError as error:
+                        is_partial = True
                         self._skip(str(error))
                 left.popleft()
                 self._put_back([copy])
@@ -218,16 +223,34 @@ class Auditor:
             _log.exception("kvstore: audit: pages could not be compared")
         finally:
             self._put_back(copy for _, copy in left)
-            self._report(job)
+            self._done(job, is_partial=is_partial or bool(left), differs=differs)
 
-    async def _compare_record(self, store: PageStore, lease: LeaseId, piece: LoadPiece, copy: _Copy) -> None:
+    async def _compare_record(self, store: PageStore, lease: LeaseId, piece: LoadPiece, copy: _Copy) -> bool:
+        """Whether a record is what was computed. One that is not, or is corrupt, is discarded.
+
+        Raises:
+            CorruptRecord: It could not be compared.
+        """
         record = await store.load(lease, piece.key, deadline=Deadline.after(_DEADLINE_S))
-        reason = await self._compared(copy, partial(self._differs, record, piece, copy))
-        if reason is not None:
+        corrupt: CorruptRecord | None = None
+        try:
+            reason = await self._compared(copy, partial(self._differs, record, piece, copy))
+        except CorruptRecord as error:
+            reason, corrupt = str(error), error
+        if reason is None:
+            return True
+        with suppress(KVStoreError):  # then whoever reads it next finds it
             await store.discard(piece.key, reason, deadline=Deadline.after(_DEADLINE_S))
+        if corrupt is not None:
+            raise corrupt
+        return False
 
     def _differs(self, record: Record, piece: LoadPiece, copy: _Copy) -> str | None:
-        """Why a record is not what was computed, or `None`. Called on a codec thread."""
+        """Why a record is not what was computed, or `None`. Called on a codec thread.
+
+        Raises:
+            CorruptRecord: It does not hold what it says.
+        """
         group = self._groups[piece.key.group]
         size = group.plan.decoded_bytes(piece.span_blocks)
         try:
@@ -236,9 +259,9 @@ class Auditor:
                 raise CorruptRecord("page has the wrong size", expected=size, seen=record.header.decoded_bytes)
             page = torch.empty(size, dtype=torch.uint8)
             decode_into(record.header.codec_chain, record.payload, view(page))
-        except CorruptRecord as error:
+        except CorruptRecord:
             self._meters.add("connector_corrupt_records")
-            return str(error)
+            raise
         cell_bytes = _cell_bytes(group, piece)
         stored: Any = page.numpy()
         computed: Any = copy.page.numpy()
@@ -261,15 +284,21 @@ class Auditor:
         _log.error("kvstore: audit: a stored page is wrong and is discarded: %s key=%s", reason, piece.key)
         return reason
 
-    def take_done(self) -> dict[int, int]:
-        """Jobs that this rank has finished since the last call."""
+    def take_report(self) -> RankReport | None:
+        """The jobs that this rank has finished since the last call, or `None`."""
         with self._lock:
-            done, self._done = self._done, {}
-            return done
+            if not self._report.audits_done:
+                return None
+            report, self._report = self._report, RankReport()
+            return report
 
-    def _report(self, job: AuditJob) -> None:
+    def _done(self, job: AuditJob, *, is_partial: bool, differs: bool = False) -> None:
         with self._lock:
-            self._done[job.audit_id] = 1
+            self._report.audits_done[job.audit_id] = 1
+            if is_partial:
+                self._report.audits_partial.add(job.audit_id)
+            if differs:
+                self._report.audits_differ.add(job.audit_id)
 
     # ---- both
 

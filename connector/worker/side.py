@@ -121,7 +121,7 @@ class WorkerSide:
             meters=self.meters,
             losses=Losses(self._bridge, self.meters),
         )
-        if self._settings.audit_rate > 0:
+        if self._audits:
             self.auditor = Auditor(
                 self._bridge,
                 self.groups,
@@ -155,7 +155,11 @@ class WorkerSide:
     @property
     def _gathers(self) -> bool:
         """Whether pages are copied from blocks after the start: not if an engine only loads, and audits nothing."""
-        return self._settings.saves or self._settings.audit_rate > 0
+        return self._settings.saves or self._audits
+
+    @property
+    def _audits(self) -> bool:
+        return self._settings.audit_rate > 0 or self._facts.untested_release is not None
 
     def _gathered_bytes(self) -> int:
         """Host memory for pages copied from blocks; the check of the device's copies needs some in any case."""
@@ -210,8 +214,8 @@ class WorkerSide:
 
     def take_report(self) -> RankReport | None:
         report = self.saver.take_report() if self.saver is not None else None
-        if self.auditor is not None and (audits_done := self.auditor.take_done()):
-            report = (report or RankReport()).merge(RankReport(audits_done=audits_done))
+        if self.auditor is not None and (audited := self.auditor.take_report()) is not None:
+            report = (report or RankReport()).merge(audited)
         return report
 
     def status(self) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from kvstore.testing.engine import Answer
 from tests.connector.support.matrix import EVERY, PAIRWISE, Combination
 from tests.connector.support.references import References
+from tests.connector.support.releases import IS_SUITES_OWN
 from tests.connector.support.runs import (
     PROMPTS,
     RESTORED,
@@ -93,11 +94,22 @@ def test_restored_runs_equal_local_hits(combination: Combination, store: TestedS
 def expect_equal(
     combination: Combination, restored: list[Answer], reference: list[Answer], computed: list[Answer]
 ) -> None:
-    """The hits are as long as they can be, and nothing shows in the output."""
-    assert tuple(answer.num_cached_tokens for answer in restored) == RESTORED[combination.model]
-    differences = [mine.difference(other) for mine, other in zip(restored, reference, strict=True)]
+    """The hits are as long as they can be, and nothing shows in the output.
+
+    Of another release of vLLM than the suite's that is: at least as long as its own, which may have none where ours is
+    one. A run that resumes at another token rounds differently, so only equal hits are compared.
+    """
+    hits = [answer.num_cached_tokens for answer in restored]
+    pairs = list(zip(restored, reference, strict=True))
+    if IS_SUITES_OWN:
+        assert tuple(hits) == RESTORED[combination.model]
+    elif combination.model != "deepseek":
+        assert all(mine.num_cached_tokens >= own.num_cached_tokens for mine, own in pairs)
+        pairs = [(mine, own) for mine, own in pairs if mine.num_cached_tokens == own.num_cached_tokens]
+        assert any(own.num_cached_tokens for _, own in pairs), "no hit can be compared"
+    differences = [mine.difference(own) for mine, own in pairs]
     if combination.model != "deepseek" or combination.runner == "v1":
-        assert differences == [0.0, 0.0, 0.0]
+        assert differences == [0.0] * len(pairs)
         return
     # here even vLLM's own runs differ by where a prompt is split; where that changes no token, a hit must not either
     for mine, split, whole in zip(restored, reference, computed, strict=True):

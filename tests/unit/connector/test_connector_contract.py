@@ -194,9 +194,13 @@ def test_a_release_that_nobody_tested(monkeypatch: pytest.MonkeyPatch, caplog: p
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     assert connector.KVStoreConnector is KVStoreConnector
     (worker, scheduler), (warning,) = start(KVStoreConnector, caplog)
+    caplog.clear()
     assert worker.worker_side is None and worker.get_handshake_metadata() is None
     assert scheduler.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
     assert scheduler.build_connector_meta(SimpleNamespace()).jobs.saves == ()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): None})
+    assert scheduler.scheduler_side is None
+    assert caplog.records == []
     assert "0.34.0" in warning and "allow_untested_vllm" in warning and "0.30, 0.31, 0.32, 0.33" in warning
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from connector import vllm_facts
 from connector.connector import KVStoreConnector, _RankProof, _StepMetadata
 from connector.jobs import SaveJob, StepJobs
-from connector.scheduler.ledger import Ledger
-from connector.scheduler.saves import Saves
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.runtime.meters import Meters
-from tests.unit.connector.support import make_facts, make_shape
+from tests.unit.connector.scheduler_world import world
 
 ENDED = SaveJob(7, NamespaceId(bytes(16)), PrefixHash(bytes(16)), 0, 0, 64, ((1, 2, 3, 4),))
 
@@ -112,20 +110,21 @@ def test_an_engine_that_sleeps_ends_its_copies_first(made: tuple[KVStoreConnecto
     assert connector.guarded_errors == 0
 
 
-def test_an_engine_that_wakes_up_keeps_its_scheduler_side() -> None:
+def test_an_engine_that_wakes_up_keeps_its_scheduler_side(tmp_path: Path) -> None:
     """vLLM gives the handshake again. The blocks are empty: what was to be saved of them is dropped, and unpinned."""
-    connector = KVStoreConnector.__new__(KVStoreConnector)
-    connector.guarded_errors = 0
-    facts, unpinned = make_facts(), []  # type: ignore[var-annotated]
-    saves = Saves(make_shape(facts), num_ranks=1, limit_bytes=1 << 20, ledger=Ledger(), meters=Meters())
-    saves.pins = SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend)
-    saves._ended = [ENDED]
-    saves._saving[ENDED.job_id] = SimpleNamespace(num_bytes=0, pinned=(1, 2, 3, 4))  # type: ignore[assignment]
-    side = SimpleNamespace(on_blocks_emptied=saves.abandon)
-    connector.scheduler_side = side  # type: ignore[assignment]
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _RankProof(facts, None)})
-    assert connector.scheduler_side is side and connector.guarded_errors == 0
-    assert saves.take_ended() == [] and len(saves) == 0 and unpinned == [1, 2, 3, 4]
+    unpinned: list[int] = []
+    with world(tmp_path) as at:
+        at.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
+        connector = KVStoreConnector.__new__(KVStoreConnector)
+        connector.guarded_errors = 0
+        connector.scheduler_side = at.side
+        at.new("a", 64)
+        at.hashed("a")
+        at.side.on_finished("a", 64, [range(1, 5)])
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _RankProof(at.facts, None)})
+        assert connector.scheduler_side is at.side and connector.guarded_errors == 0
+        assert at.step().saves == () and not at.side.has_pending_saves
+        assert sorted(unpinned) == [1, 2, 3, 4]
 
 
 def test_a_configuration_that_is_not_as_it_was(
