@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 TORCH_INDEX ?=
+VLLM ?=
 BACKENDS ?= embedded
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.made
 # Tests of engines keep one worker busy, the others do the rest: see tests/workers.py
 IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help env test test-full lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
+.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -35,6 +36,10 @@ test: $(STAMP) ## run the suite, real engines and real servers included
 
 test-full: $(STAMP) ## run everything: all matrices, all repetitions
 	KVSTORE_TEST_FULL=1 $(BIN)/python -m pytest $(IN_WORKERS) $(PYTEST_ARGS)
+
+test-vllm: ## run the connector's tests with another release, in an environment of its own (VLLM=0.31)
+	@test -n "$(VLLM)" || { echo 'which release? make test-vllm VLLM=0.31' >&2; exit 1; }
+	$(PYTHON) tools/vllm_release.py $(VLLM) --like $(VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 
 lint: $(STAMP) ## style, types, layers
 	$(BIN)/ruff check .
@@ -74,4 +79,4 @@ clean: ## remove caches and work files, keep the environment
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 clean-env: clean ## remove the environment as well
-	rm -rf $(VENV) *.egg-info
+	rm -rf $(VENV) .venv-vllm-* *.egg-info
