@@ -27,7 +27,7 @@ is_too_old = min(TESTED_RELEASES) > RELEASE
 
 def warnings_of(engine: EngineProcess) -> list[str]:
     """What the connector warned of."""
-    return [line for line in engine.log_text().splitlines() if "kvstore: " in line and " WARNING " in line]
+    return [line for line in engine.log_text().splitlines() if "kvstore: " in line and "WARNING " in line]
 
 
 @pytest.mark.skipif(not is_too_old, reason=f"vLLM {vllm_version()} has all that the connector uses")
