@@ -1,6 +1,7 @@
 """What we use of vLLM, as a table, and whether the installed release has it.
 
-vLLM promises nothing of this to anybody outside: what is missing is found here, before anything of ours imports it.
+vLLM promises nothing of this to anybody outside: what is missing is found here, before anything of ours imports it. Two
+names are not in it, since a front end would take seconds to import them: `vllm_facts.py` imports them late, on a rank.
 A release that has all of it may still call its hooks in another order, so it is used only once it was tested.
 """
 
@@ -46,7 +47,6 @@ class Use:
         takes: A function's parameters that we give, by position or name.
         fields: Attributes of a class, or of its objects, that we read.
         hooks: Methods that vLLM calls on us, or we on our base, with exactly these parameters.
-        device: Needed on this kind of device only.
     """
 
     module: str
@@ -54,7 +54,6 @@ class Use:
     takes: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     hooks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    device: str | None = None
 
 
 _HOOKS: Mapping[str, tuple[str, ...]] = {
@@ -167,8 +166,6 @@ USES: tuple[Use, ...] = (
     Use("vllm.distributed.parallel_state", "get_pp_group"),
     Use("vllm.platforms", fields=("current_platform",)),
     Use("vllm.platforms.interface", "Platform", fields=("device_type", "is_cpu", "is_cuda", "get_cpu_architecture")),
-    Use("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", device="cpu"),
-    Use("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout", device="cuda"),
     Use(
         "vllm.config",
         "VllmConfig",
@@ -231,14 +228,7 @@ USES: tuple[Use, ...] = (
 
 def missing(uses: tuple[Use, ...] = USES) -> list[str]:
     """What of the table the installed vLLM does not have, in words; empty: all is there."""
-    return [lack for use in uses if _is_for_this_device(use) for lack in _lacks(use)]
-
-
-def _is_for_this_device(use: Use) -> bool:
-    if use.device is None:
-        return True
-    platform = getattr(importlib.import_module("vllm.platforms"), "current_platform", None)
-    return getattr(platform, "device_type", None) == use.device
+    return [lack for use in uses for lack in _lacks(use)]
 
 
 def _lacks(use: Use) -> Iterator[str]:
