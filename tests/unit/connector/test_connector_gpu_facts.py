@@ -80,6 +80,7 @@ def test_a_cpu_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_latent_and_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent vectors are tokens in order as well; a state depends on its kernels and on the layout they chose."""
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
     read = facts(monkeypatch, {0: "FLASHMLA"}, group(mla(block_size=64), 0))
     assert [(one.kind, one.packing) for one in read.groups] == [(Latent(), {"cell": "token", "vllm": "0.32"})]
     states = group(engines.MambaSpec(**MAMBA), 0)
