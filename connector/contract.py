@@ -171,7 +171,7 @@ USES: tuple[Use, ...] = (
         "VllmConfig",
         fields=(
             *("model_config", "parallel_config", "cache_config", "load_config", "lora_config", "speculative_config"),
-            *("compilation_config", "kv_transfer_config", "kv_events_config"),
+            *("compilation_config", "kv_transfer_config", "kv_events_config", "scheduler_config"),
         ),
     ),
     Use(
@@ -197,8 +197,10 @@ USES: tuple[Use, ...] = (
         fields=(
             *("rank", "tensor_parallel_size", "pipeline_parallel_size"),
             *("decode_context_parallel_size", "prefill_context_parallel_size"),
+            *("local_world_size", "data_parallel_size_local"),
         ),
     ),
+    Use("vllm.config", "SchedulerConfig", fields=("max_num_batched_tokens",)),
     Use(
         "vllm.config",
         "CacheConfig",
