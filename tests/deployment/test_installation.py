@@ -188,7 +188,7 @@ def test_commands_of_the_pages_install(bare: Environment, clone: Path, tmp_path:
     serve = f"{apart}/bin/kvstore serve --listen unix:{tmp_path / 's'} --cold memory: & trap 'kill $!' EXIT"
     ask = "python -c 'import urllib.request as u; print(u.urlopen(\"$URL\").status)'"
     asked = f"{serve}; for i in $(seq 100); do {ask} 2>/dev/null && exit; sleep 0.2; done; exit 1"
-    more = {"URL": f"http://127.0.0.1:{port}/openapi.json", "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{port}"}
+    more = {"URL": f"http://127.0.0.1:{port}/livez", "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{port}"}
     assert bare.does(asked.replace("$URL", more["URL"]), tmp_path, **more).strip() == "200"
 
 

@@ -230,7 +230,7 @@ async def test_leases_of_an_engine_that_dies_before_it_reads_of_them(
     writer.write(pack_head(encode(messages.Hello(1))))
     writer.write(pack_head(encode(messages.OpenNamespace(1000, 60_000, prompt.description.canonical))))
     fields = convert.query_fields(prompt.query())
-    for number in range(300):
+    for number in range(100):  # enough: from Python 3.12 on a loop counts all that waits at each write
         writer.write(pack_head(encode(messages.Ping(number, 60_000))) * 100)
     for number in range(5):
         writer.write(pack_head(encode(messages.Stage(2000 + number, 60_000, **fields))))
