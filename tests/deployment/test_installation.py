@@ -10,10 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +53,37 @@ class Environment:
 
     folder: Path
 
-    def run(self, command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-        """What a shell does with the command where this environment is active."""
+    def variables(self, **more: str) -> dict[str, str]:
+        """The environment of what runs here; `more` is set besides."""
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVSTORE_"))}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         home = {"XDG_CACHE_HOME": str(self.folder / "cache"), "XDG_RUNTIME_DIR": str(self.folder)}
-        env = {**outside, **home, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", **more}
+        return {**outside, **home, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", **more}
+
+    def run(self, command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+        """What a shell does with the command where this environment is active."""
+        env = self.variables(**more)
         return subprocess.run(["bash", "-c", command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+    @contextmanager
+    def serving(self, cwd: Path, *arguments: str, **more: str) -> Iterator[str]:
+        """`kvstore serve` for the length of the block, from when it is ready or has ended: what it said until then."""
+        socket = ("--listen", f"unix:{cwd / 's'}")
+        command = [str(self.folder / "bin" / "kvstore"), "serve", *socket, *arguments]
+        with subprocess.Popen(
+            command, cwd=cwd, env=self.variables(**more), stderr=subprocess.PIPE, text=True
+        ) as service:
+            assert service.stderr is not None
+            said = []
+            for line in service.stderr:
+                said.append(line)
+                if "ready:" in line:
+                    break
+            try:
+                yield "".join(said)
+            finally:
+                service.terminate()
+                service.communicate(timeout=60)
 
     def does(self, command: str, cwd: Path, **more: str) -> str:
         """Its output; it must succeed."""
@@ -68,6 +95,15 @@ class Environment:
 def new_environment(folder: Path) -> Environment:
     venv.create(folder, with_pip=True)
     return Environment(folder)
+
+
+def answers(url: str) -> bool:
+    """Whether a service says there that it lives."""
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -147,20 +183,19 @@ def test_a_wheel_without_extras_serves(bare: Environment, tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     said = bare.run("kvstore doctor --url embedded: --json", tmp_path).stdout
     assert re.search(rf'"distribution",\s+"verdict": "ok",\s+"seen": "{DISTRIBUTION} ', said), said
-    serve = f"timeout --signal TERM 4 kvstore serve --listen unix:{tmp_path / 's'} --cold memory:"
-    said = bare.run(serve, tmp_path, KVSTORE_ADMIN_LISTEN="127.0.0.1:0").stderr
-    assert "ready:" in said and f"pip install '{DISTRIBUTION}[admin]'" in said, said
+    with bare.serving(tmp_path, "--cold", "memory:", KVSTORE_ADMIN_LISTEN="127.0.0.1:0") as said:
+        assert "ready:" in said and f"pip install '{DISTRIBUTION}[admin]'" in said, said
 
 
 def test_the_command_of_a_message_brings_the_extra(bare: Environment, tmp_path: Path) -> None:
     """A setting needs an extra that is not installed: the message's own command, run as it stands, is all it takes."""
-    serve = f"timeout --signal TERM 4 kvstore serve --listen unix:{tmp_path / 's'} --hot redis://127.0.0.1:1"
-    more = {"KVSTORE_COLD": "memory:", "KVSTORE_ADMIN_LISTEN": "off"}
-    refused = bare.run(serve, tmp_path, **more)
-    command = re.search(r"pip install '[^']+'", refused.stderr)
-    assert refused.returncode == 2 and command is not None, refused.stderr
+    arguments = ("--hot", "redis://127.0.0.1:1", "--cold", "memory:")
+    with bare.serving(tmp_path, *arguments, KVSTORE_ADMIN_LISTEN="off") as said:
+        command = re.search(r"pip install '[^']+'", said)
+        assert "ready:" not in said and command is not None, said
     bare.does(command[0], tmp_path)
-    assert "ready:" in bare.run(serve, tmp_path, **more).stderr
+    with bare.serving(tmp_path, *arguments, KVSTORE_ADMIN_LISTEN="off") as said:
+        assert "ready:" in said, said
 
 
 def test_extras_that_are_named_exist() -> None:
@@ -185,11 +220,12 @@ def test_commands_of_the_pages_install(bare: Environment, clone: Path, tmp_path:
             bare.does(command.replace("/opt/kvstore", str(apart)), clone)
     bare.does("python -c 'import redis, aioboto3, cryptography, fastapi, opentelemetry.sdk'", tmp_path)
     (port,) = free_ports(1)
-    serve = f"{apart}/bin/kvstore serve --listen unix:{tmp_path / 's'} --cold memory: & trap 'kill $!' EXIT"
-    ask = "python -c 'import urllib.request as u; print(u.urlopen(\"$URL\").status)'"
-    asked = f"{serve}; for i in $(seq 100); do {ask} 2>/dev/null && exit; sleep 0.2; done; exit 1"
-    more = {"URL": f"http://127.0.0.1:{port}/livez", "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{port}"}
-    assert bare.does(asked.replace("$URL", more["URL"]), tmp_path, **more).strip() == "200"
+    with Environment(apart).serving(tmp_path, "--cold", "memory:", KVSTORE_ADMIN_LISTEN=f"127.0.0.1:{port}") as said:
+        assert "no administration interface" not in said, said
+        ends_s = time.monotonic() + 60
+        while not answers(f"http://127.0.0.1:{port}/livez"):
+            assert time.monotonic() < ends_s, "the administration interface does not answer"
+            time.sleep(0.1)
 
 
 @pytest.mark.full
