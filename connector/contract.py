@@ -74,6 +74,7 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {
     "update_connector_output": ("connector_output",),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     # of a rank
+    "bind_connector_metadata": ("connector_metadata",),
     "build_connector_worker_meta": (),
     "get_handshake_metadata": (),
     "get_transfer_results": ("finished_req_ids",),

@@ -26,6 +26,9 @@ class Rank:
         self.told: list[str] = []
         self.fails = False
 
+    def begin_step(self, jobs: StepJobs) -> None:
+        pass
+
     def start_loads(self, jobs: StepJobs) -> None:
         self.told.append("load")
 
