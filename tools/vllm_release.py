@@ -95,6 +95,7 @@ def make(folder: Path, release: str, like: Path, torch_index: str | None) -> str
         lay_over(wheel, site_packages(folder))
         environment.pip(folder, "install", *OVERLAY_NEEDS)
         how = f"{EARLY_WARNING}: the Python files of {wheel.name} over the CPU kernels of {environment.VLLM}"
+    environment.name_vllm(folder, wheel.name.split("-")[1])
     environment.try_it(folder / "bin" / "python")
     return how
 
