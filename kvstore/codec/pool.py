@@ -82,6 +82,8 @@ class CodecPool:
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
+            if waiting.cancelled():  # not the caller: `close`
+                raise Closed("the codec pool was closed") from None
             if not job.cancel():
                 await _ended(waiting)
             raise
@@ -93,14 +95,14 @@ class CodecPool:
             return PoolUsage(self._used_bytes, self._limit_bytes, len(self._waiters))
 
     def close(self) -> None:
-        """Fail all waiters with `Closed`, and wait for the jobs that were started. Idempotent."""
+        """Fail with `Closed` what no thread has begun, and wait for the jobs that were. Idempotent."""
         with self._lock:
             self._closed = True
             waiters, self._waiters = self._waiters, deque()
         for _, room in waiters:
             if room.set_running_or_notify_cancel():
                 room.set_exception(Closed("the codec pool was closed"))
-        self._executor.shutdown(wait=True)
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _ask(self, num_bytes: int) -> Future[None]:
         """A future that is done once `num_bytes` are granted to the caller; `_start` or `_withdraw` must follow."""

@@ -158,6 +158,24 @@ async def test_close_turns_waiters_away_and_lets_jobs_end() -> None:
     assert pool.usage.used_bytes == 0
 
 
+async def test_close_does_not_wait_for_what_no_thread_has_begun() -> None:
+    """A job that has room but no thread yet is refused: an engine that stops has no time for a long queue."""
+    pool, gate, begun = CodecPool(num_threads=1, limit_bytes=10), Gate(), list[bool]()
+    running = asyncio.ensure_future(pool.run(5, gate, deadline=soon()))
+    await asyncio.to_thread(gate.started.wait, 10)
+    queued = asyncio.ensure_future(pool.run(5, lambda: begun.append(True), deadline=soon()))
+    while pool.usage.used_bytes < 10:
+        await asyncio.sleep(0.001)
+    closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
+    with pytest.raises(Closed):
+        await asyncio.wait_for(queued, 5)
+    gate.open()
+    await closing
+    assert await running == "done"
+    assert begun == []
+    assert pool.usage.used_bytes == 0
+
+
 def test_many_threads_and_one_budget() -> None:
     """Sixteen threads with a loop each hammer a small pool: the budget holds, every job runs, nothing stays taken."""
     pool, lock = CodecPool(num_threads=4, limit_bytes=10), threading.Lock()
