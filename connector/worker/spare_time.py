@@ -104,9 +104,10 @@ class SpareTime:
         self._in_haste = True
         now_s = asyncio.get_running_loop().time()
         for patience in self._patient:
-            patience.reschedule(now_s)
+            if not patience.expired():  # its task has not noticed yet
+                patience.reschedule(now_s)
 
     def close(self) -> None:
-        """Fail what waits, and wait for what was started. Idempotent."""
+        """Fail what no thread has begun, and wait for the rest. Idempotent."""
         self._spare.close()
         self._normal.close()

@@ -118,6 +118,19 @@ async def test_haste_ends_all_patience(threads: SpareTime) -> None:
     gate.set()
 
 
+async def test_haste_in_the_moment_in_which_patience_ends(threads: SpareTime) -> None:
+    """A wait that is over, but whose task has not noticed yet, does not keep the others waiting."""
+    gate = threading.Event()
+    threads._spare._executor.submit(gate.wait, 60)
+    ending, waiting = (asyncio.create_task(run(threads, niceness, patience_s=patience_s)) for patience_s in (30, 60))
+    await asyncio.sleep(0.01)
+    first = min(threads._patient, key=lambda patience: patience.when() or 0.0)
+    first._on_timeout()  # type: ignore[attr-defined] # as the loop calls it
+    threads.hurry()
+    assert await asyncio.wait_for(asyncio.gather(ending, waiting), 5) == [niceness()] * 2
+    gate.set()
+
+
 @on_linux
 async def test_without_patience_nothing_waits(threads: SpareTime) -> None:
     """A job that may not wait runs at the priority of its process at once."""
