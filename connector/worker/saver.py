@@ -217,8 +217,9 @@ class Saver:
             if open_job is None:  # given up when the engine stopped
                 return
             is_lost = outcome not in ("stored", "exists")
-            is_first = is_lost and job_id not in self._report.saves_failed
+            is_first = is_lost and not open_job.is_lost  # not by the report: one may have been taken between two slices
             if is_lost:
+                open_job.is_lost = True
                 self._report.saves_failed.add(job_id)
             open_job.slices -= 1
             if not open_job.slices:
@@ -267,7 +268,9 @@ class Saver:
             lost, self._open = list(self._open.values()), {}
         for open_job in lost:
             self._meters.add("connector_saves", open_job.slices, outcome="stopped")
-            self._tell_loss(open_job.job, "stopped")
+            if not open_job.is_lost:
+                self._tell_loss(open_job.job, "stopped")
+        self._losses.close()
         if lost:
             requests = {open_job.job.request_id for open_job in lost}
             _log.warning(
@@ -281,10 +284,17 @@ class Saver:
 
 @dataclass(slots=True)
 class _Open:
-    """A job of which slices are open."""
+    """A job of which slices are open.
+
+    Attributes:
+        job: What was ordered.
+        slices: How many are open.
+        is_lost: One was lost, which is told.
+    """
 
     job: SaveJob
     slices: int
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,38 @@ def test_what_an_engine_loses_when_it_stops_is_named(
     bridge.store.held.clear()
 
 
+def test_a_page_of_which_two_slices_are_lost_is_told_once(rank: Make, bridge: LoopBridge) -> None:
+    """Also if a report goes to the scheduler side between the two, or the engine stops before the second."""
+    source, told = rank(), []
+    saver = source.side.saver
+    assert saver is not None
+    saver._losses.tell = lambda **loss: told.append((loss["boundary"].tokens, loss["reason"]))  # type: ignore[method-assign]
+    bridge.store.held.add("save")
+    source.side.save(source.jobs((64, 128, 160)))
+    for job_id, slices in ((0, 1), (1, HEADS), (0, 1)):
+        for _ in range(slices):
+            saver._done(job_id, "failed")
+        source.side.take_report()
+    assert told == [(64, "save_failed"), (128, "save_failed")]
+    saver.finish(0.1)
+    assert told == [(64, "save_failed"), (128, "save_failed"), (160, "save_stopped")]
+    bridge.store.held.clear()
+
+
+def test_an_engine_that_stops_tells_all_that_it_loses(
+    rank: Make, bridge: LoopBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what is more than is told one by one in a second."""
+    monkeypatch.setattr("connector.worker.side._DRAIN_S", 0.2)
+    source, told = rank(), []
+    bridge.store.tell = told.append  # type: ignore[method-assign]
+    bridge.store.held.add("save")
+    source.side.save(source.jobs((64,) * 150))
+    source.side.shutdown()
+    eventually(lambda: sum(outcome.num_lost for outcome in told) == 150, 0.5)
+    bridge.store.held.clear()
+
+
 def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are given up at their deadline, counted and told as such."""
     monkeypatch.setattr("connector.worker.saver._SAVE_DEADLINE_S", 0.2)
