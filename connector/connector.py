@@ -263,7 +263,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             return
         facts = next(iter(proofs.values())).facts
         # the ranks grant as much room as the one on the smallest machine has
-        facts = replace(facts, machine_bytes=min(proof.facts.machine_bytes for proof in proofs.values()))
+        known = [proof.facts.machine_bytes for proof in proofs.values() if proof.facts.machine_bytes]
+        facts = replace(facts, machine_bytes=min(known, default=0))
         shape = facts.unsupported or read_shape(facts)
         if isinstance(shape, str):
             _log.warning("kvstore: this engine is not cached: %s", shape)

@@ -13,9 +13,9 @@ import torch
 from kvstore.errors import InternalError
 from kvstore.runtime.free_ranges import FreeRanges
 
-__all__ = ["HostPages", "PageShare"]
+__all__ = ["PAGE_ALIGN_BYTES", "HostPages", "PageShare"]
 
-_ALIGN_BYTES = 512
+PAGE_ALIGN_BYTES = 512
 
 
 class HostPages:
@@ -34,7 +34,7 @@ class HostPages:
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
         """uint8 `[num_bytes]`, content undefined; `None`: no free range is large enough."""
-        needed = max(1, -(-num_bytes // _ALIGN_BYTES)) * _ALIGN_BYTES
+        needed = max(1, -(-num_bytes // PAGE_ALIGN_BYTES)) * PAGE_ALIGN_BYTES
         with self._lock:
             start = self._free.take(needed)
             if start is None:

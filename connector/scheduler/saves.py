@@ -182,6 +182,8 @@ class Saves:
         except BaseException:
             self.withdraw(planned)
             self._end_unfinished(first_job_id)
+            for request in requests:
+                request.state.pages_delayed = True  # some were not come to: the next step looks at all of them again
             if current is not None:
                 current.save_stopped = True  # or it would fail in every step, and no load would ever reach the ranks
             raise
@@ -360,6 +362,9 @@ class Saves:
     def _lose(self, job_id: int, reason: Lost = Lost.NO_ROOM) -> None:
         """Give up a job that no rank has: its record will not be saved."""
         job = self._saving[job_id].job
+        self._end(job_id, withdrawn=True)
+        if (state := self._ledger.find(job.request_id)) is not None:
+            self._note_loss(state, job)
         self._meters.add("connector_saves", outcome=reason.value.removeprefix("save_"))
         self._losses.tell(
             request_id=job.request_id,
@@ -368,16 +373,12 @@ class Saves:
             group=job.group,
             reason=reason,
         )
-        if (state := self._ledger.find(job.request_id)) is not None:
-            if self._shape.groups[job.group].is_state:
-                state.forget_stored(job.stop_tokens, job.group)
-            else:
-                self._stop(state, job.group)
-        self._end(job_id, withdrawn=True)
 
-    def _stop(self, state: RequestState, group: int) -> None:
+    def _note_loss(self, state: RequestState, job: SaveJob) -> None:
         """Save no more of a request after a hole: what follows could never be used. Only full attention has holes."""
-        if group in self._lasting:
+        if self._shape.groups[job.group].is_state:
+            state.forget_stored(job.stop_tokens, job.group)
+        elif job.group in self._lasting:
             state.save_stopped = True
 
     # ---- the ranks' answers
@@ -415,10 +416,10 @@ class Saves:
             if saving.pinned:
                 self._start_waiting(job.job_id)
                 continue
-            state = self._ledger.find(job.request_id)
-            if state is not None and self._shape.groups[job.group].is_state:
-                state.forget_stored(job.stop_tokens, job.group)
-            elif state is not None:
+            if self._shape.groups[job.group].is_state:
+                self._lose(job.job_id, Lost.FAILED)  # unless it is computed again it is not offered a second time
+                continue
+            if (state := self._ledger.find(job.request_id)) is not None:
                 state.cursors[job.group] = min(state.cursors[job.group], job.start_tokens)
                 state.pages_delayed = True
             self._end(job.job_id, withdrawn=True)
@@ -446,7 +447,7 @@ class Saves:
         for job_id in report.saves_failed:
             saving = self._saving.get(job_id)
             if saving is not None and (state := self._ledger.find(saving.job.request_id)) is not None:
-                self._stop(state, saving.job.group)
+                self._note_loss(state, saving.job)
         for job_id, ranks in report.saves_done.items():
             saving = self._saving.get(job_id)
             if saving is None:

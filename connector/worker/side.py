@@ -10,7 +10,7 @@ import torch
 from connector.device.base import Device, Fence
 from connector.device.choose import open_device
 from connector.device.cpu import CpuDevice
-from connector.device.host_pages import HostPages, PageShare
+from connector.device.host_pages import PAGE_ALIGN_BYTES, HostPages, PageShare
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
@@ -96,9 +96,12 @@ class WorkerSide:
         slice_bytes = self._largest_slice_bytes()
         scratch_bytes = self._num_threads * slice_bytes
         device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device)
-        # all of it at once: memory that is pinned later stalls the engine's thread and the device
-        memory = device.host_memory(scratch_bytes + self._gathered_bytes())
-        scratch, pages = memory[:scratch_bytes].split(slice_bytes), HostPages(memory[scratch_bytes:])
+        # All of it at once: memory that is pinned later stalls the engine's thread and the device. For saves there are
+        # some pages more: their threads may still read pages whose jobs are done.
+        sizes = [_aligned(self._gathered_bytes() + scratch_bytes), _aligned(self._audited_bytes()), scratch_bytes]
+        memory = device.host_memory(sum(sizes))
+        saved, audited, decoded = memory.split(sizes)
+        pages, scratch = HostPages(saved), decoded.split(slice_bytes)
         self.groups = tuple(
             prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
             for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
@@ -125,7 +128,7 @@ class WorkerSide:
             self.auditor = Auditor(
                 self._bridge,
                 self.groups,
-                PageShare(pages, self._room.pinned_bytes // _AUDIT_SHARE),
+                PageShare(HostPages(audited), audited.numel()),  # of its own: audits never take room from saves
                 compute_dtype=self._facts.compute_dtype,
                 pool=self._pool,
                 meters=self.meters,
@@ -143,8 +146,8 @@ class WorkerSide:
         )
         if isinstance(device, CpuDevice):
             layers = [layer for group in self._shape.groups for layer in layers_of(group.facts.layer_names)]
-            warm_bytes = min(memory.numel(), scratch_bytes + _PREPARED_BYTES)
-            self._warmer = Warmer([(memory.data_ptr(), warm_bytes), *memory_ranges(layers)])
+            first = [(decoded.data_ptr(), scratch_bytes), (saved.data_ptr(), min(saved.numel(), _PREPARED_BYTES))]
+            self._warmer = Warmer([*first, *memory_ranges(layers)])
 
     def _open_device(self, where: torch.device) -> Device:
         """The device, with a ring for as many pages as may be in flight; the check of its copies needs one of them."""
@@ -164,6 +167,10 @@ class WorkerSide:
     def _gathered_bytes(self) -> int:
         """Host memory for pages copied from blocks; the check of the device's copies needs some in any case."""
         return max(self._room.pinned_bytes if self._gathers else 0, check_bytes(self._shape.groups))
+
+    def _audited_bytes(self) -> int:
+        """Host memory for pages that are audited, beside that for saves."""
+        return self._room.pinned_bytes // _AUDIT_SHARE if self._audits else 0
 
     def _largest_slice_bytes(self) -> int:
         held = [len(group.slices.slices_of(0, self._facts.tp_size)) for group in self._shape.groups]
@@ -239,3 +246,7 @@ class WorkerSide:
         if self._save_threads is not None:
             self._save_threads.close()
         self._pool.close()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES

@@ -47,7 +47,9 @@ def cached(engine: EngineProcess, asked: list[tuple[int, ...]], max_tokens: int 
     return [engine.generate([Request(prompt, max_tokens=max_tokens)])[0].num_cached_tokens for prompt in asked]
 
 
-@pytest.mark.parametrize("settings", [{}, SMALL], ids=["default", "128MiB"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, id="default", marks=pytest.mark.full), pytest.param(SMALL, id="128MiB")]
+)
 def test_states_beside_a_step_s_pages(settings: Mapping[str, Any], work: Path, tmp_path: Path, engine: Start) -> None:
     """Prompts one after the other, each longer than a step; one that ends with its first token is saved whole, too."""
     store = EmbeddedStore(tmp_path)

@@ -210,6 +210,7 @@ def test_extras_that_are_named_exist() -> None:
     assert {"redis", "s3", "admin", "encryption", "tracing"} <= named - {"..."} <= set(known)
 
 
+@pytest.mark.full  # a minute and more of pip's own time
 def test_commands_of_the_pages_install(bare: Environment, clone: Path, tmp_path: Path) -> None:
     """Each one, in the order of the pages, in a clone; what they bring is there afterwards, and the administration
     interface answers with it, in the releases that pip chooses."""
