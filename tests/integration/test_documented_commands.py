@@ -27,7 +27,8 @@ pytestmark = pytest.mark.servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/quick-start.md")
-PROGRAMS = ("make", "vllm", "kvstore", "export")
+PROGRAMS = ("make", "vllm", "kvstore", "export", "pip")
+"""What these pages call; what pip installs is tried in `tests/deployment/test_installation.py`."""
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`((?:make|kvstore|vllm) [^`]+)`(?!`)")
 
