@@ -23,7 +23,7 @@ class SaveRoom:
     """Host memory of each rank for pages.
 
     Attributes:
-        pinned_bytes: All of it. What saves do not use holds pages that are audited, and gaps between pages.
+        pinned_bytes: All of it. Saves use half; the rest is for gaps between pages of different sizes.
         reason: Where that number comes from, in words.
         needed_bytes: The smallest `pinned_bytes` with which there is room for every page and state.
     """

@@ -125,7 +125,7 @@ class SchedulerSide:
         )
 
     def _tell_room(self) -> None:
-        """Say how much host memory each rank takes for pages, and what there will never be room for."""
+        """Say how much host memory each rank takes for pages."""
         if not self._settings.saves:
             return
         room = self.room
