@@ -75,7 +75,6 @@ def test_it_is_released_with_its_last_view() -> None:
 def test_processors_that_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:
     """Memory that cannot be near its device is pinned all the same, and the log says why it is elsewhere."""
     registry = Registry()
-    logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.INFO, logger="vllm.kvstore"):
         pin_near(SIZE, frozenset([4095]), register=registry.register, release=registry.release)
         pin_near(SIZE, frozenset(), register=registry.register, release=registry.release)

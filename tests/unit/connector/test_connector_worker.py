@@ -323,14 +323,15 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 @pytest.mark.parametrize(
-    ("settings", "holds_back"),
-    [({}, True), ({"mode": "save"}, False), ({"pinned_bytes": 2 * PAGE_BYTES}, False)],
+    ("settings", "at_lowest", "at_normal"),
+    [({}, True, False), ({"mode": "save"}, False, True), ({"pinned_bytes": 2 * PAGE_BYTES}, None, True)],
     ids=["with room", "saves for others", "without room"],
 )
 def test_saves_leave_the_processors_to_the_engine(
-    rank: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], holds_back: bool
+    rank: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], at_lowest: bool | None, at_normal: bool
 ) -> None:
-    """Pages are encoded at the lowest priority; not where others wait for them, nor where buffers run out."""
+    """Pages are encoded at the lowest priority; not where others wait for them, nor while less than half of the host
+    memory is free. The last page of a save may find more of it free than the first: either priority is right for it."""
     seen: set[int] = set()
 
     def watched(*given: Any, **more: Any) -> Any:
@@ -345,7 +346,8 @@ def test_saves_leave_the_processors_to_the_engine(
     report = source.side.take_report()
     assert report is not None
     assert report.saves_failed == set()
-    assert seen == {19 if holds_back else os.getpriority(os.PRIO_PROCESS, 0)}
+    assert (os.getpriority(os.PRIO_PROCESS, 0) in seen) is at_normal
+    assert at_lowest is None or (19 in seen) is at_lowest
 
 
 def test_drain(rank: Make, bridge: LoopBridge) -> None:
