@@ -29,7 +29,8 @@ class PeerAdmission:
 
     Args:
         token: Admits a TCP peer without a tenant.
-        credentials: Tokens of tenants. With neither a token nor credentials every TCP peer is admitted.
+        credentials: Tokens of tenants; with no entry they admit nobody. `None`: there are none. With neither these nor
+            a token every TCP peer is admitted: a service of settings refuses to start so.
         failures: How often one TCP address may show a wrong token.
     """
 
@@ -37,7 +38,7 @@ class PeerAdmission:
         self, token: str = "", credentials: Credentials | None = None, failures: FailureLimit | None = None
     ) -> None:
         self._token = token.encode()
-        self._credentials = credentials or Credentials()
+        self._credentials = credentials
         self._failures = failures or FailureLimit()
         self._proven: set[str] = set()
 
@@ -57,18 +58,28 @@ class PeerAdmission:
             if user not in (0, os.geteuid()):
                 raise InvalidRequest("this Unix socket serves its own user only", expected=os.geteuid(), seen=user)
         grant = self._grant_of(token)
-        if grant is None and ((not token and is_local) or (not self._credentials and (is_local or not self._token))):
-            return _ANYBODY  # no token is required
+        if grant is None and self._needs_none(token, is_local=is_local):
+            return _ANYBODY
         if not is_local:
             self._limit(_host(connection.extra("peername")), token, grant)
         if grant is None:
             raise InvalidRequest("the token is wrong: name a token of this service in token_file", field="token")
         return grant
 
+    def still_admits(self, grant: Grant) -> bool:
+        """Whether a peer that was admitted with a grant may stay."""
+        return self._credentials is None or self._credentials.holds(grant)
+
+    def _needs_none(self, token: str, *, is_local: bool) -> bool:
+        """Whether a peer is admitted without a token of somebody's."""
+        if self._credentials is not None:
+            return is_local and not token
+        return is_local or not self._token
+
     def _grant_of(self, token: str) -> Grant | None:
         if not token:
             return None
-        if (grant := self._credentials.grant_of(token)) is not None:
+        if self._credentials is not None and (grant := self._credentials.grant_of(token)) is not None:
             return grant
         is_shared = bool(self._token) and hmac.compare_digest(self._token, token.encode())
         return _ANYBODY if is_shared else None

@@ -82,11 +82,11 @@ class Answers:
             case messages.Discard():
                 key = convert.parse_key(request)
                 self._check_owner(tenant, key.namespace)
-                await self.store.discard(key, request.reason[:512], deadline=deadline)
+                await self.store.discard(key, convert.plain_text(request.reason, 512), deadline=deadline)
                 return messages.Discarded(request.id)
             case messages.Explain():
                 whose = None if sees_all else tenant
-                values = await self.store.explain(request.request, deadline=deadline, tenant=whose)
+                values = await self.store.explain(convert.plain_text(request.request), deadline=deadline, tenant=whose)
                 return messages.Explained(request.id, values)
             case messages.Status():
                 values = dict(await self.store.status(deadline=deadline))

@@ -11,7 +11,7 @@ import secrets
 import threading
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,13 @@ class Grant:
         tenant: Whose it is; `None`: an operator's, for all tenants.
         scopes: What it may do; `READ` is always among them.
         name: What logs call its holder; of no help in guessing the token.
+        token_sha256: Of the token, in hex; empty: the grant stands in no credentials file.
     """
 
     tenant: str | None
     scopes: frozenset[Scope] = frozenset({Scope.READ, Scope.SAVE})
     name: str = ""
+    token_sha256: str = field(default="", repr=False)
 
     def sees(self, tenant: str) -> bool:
         """Whether it may see what belongs to a tenant."""
@@ -62,7 +64,8 @@ class Grant:
 
 
 class Credentials:
-    """Maps tokens to grants.
+    """Maps tokens to grants. Without any entry it admits nobody. `None` says that there are no credentials at all;
+    so that the two cannot be confused, this has no length and is never false.
 
     The file holds the SHA-256 of the tokens, without salt and stretching: these protect passwords that people make up,
     whereas a token is 32 random bytes, which no search will find.
@@ -74,13 +77,19 @@ class Credentials:
     def __init__(self, grants: Mapping[str, Grant | str] | None = None) -> None:
         # keyed with a secret, so that the time of a look-up reveals nothing about a digest
         self._key = secrets.token_bytes(32)  # not a seeded generator: with its seed look-ups could be timed again
-        self._grants = {
-            self._name(digest): grant if isinstance(grant, Grant) else Grant(grant, name=_name_of(digest, grant))
-            for digest, grant in (grants or {}).items()
-        }
+        self._grants: dict[bytes, Grant] = {}
+        for digest, given in (grants or {}).items():
+            grant = given if isinstance(given, Grant) else Grant(given, name=_name_of(digest, given))
+            self._grants[self._name(digest)] = replace(grant, token_sha256=digest)
 
-    def __len__(self) -> int:
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are good for something."""
         return len(self._grants)
+
+    def holds(self, grant: Grant) -> bool:
+        """Whether a grant that was given earlier is still in force, unchanged. One from no file always is."""
+        return not grant.token_sha256 or self._grants.get(self._name(grant.token_sha256)) == grant
 
     def grant_of(self, token: str) -> Grant | None:
         """The grant of a token; `None`: the token is unknown.
@@ -94,11 +103,15 @@ class Credentials:
 
 
 class CredentialsFile(Credentials):
-    """The credentials of a file, read again when it has changed: tokens come and go without a restart.
+    """The credentials of a file, looked at again and again: tokens come and go without a restart.
 
-    If the file becomes invalid or disappears, that is logged as an error and what was read before stays in force: a
-    typing mistake locks nobody out. A token revoked in an invalid file is revoked once the file is valid again. Safe
-    from any thread.
+    A change takes effect once two looks in a row, which the owner makes a second apart, have found the file unchanged
+    since. A file that is rewritten in place is for an instant empty or half written, and what stands in it then would
+    end every peer. A file that stays empty admits nobody.
+
+    If the file becomes invalid or disappears, that is logged as an error, once, and what was read before stays in
+    force: a typing mistake locks nobody out. A token revoked in an invalid file is revoked once the file is valid
+    again. Safe from any thread.
 
     Attributes:
         num_read: How often the file was read and accepted.
@@ -113,39 +126,92 @@ class CredentialsFile(Credentials):
         self._path = path
         self._lock = threading.Lock()
         self._seen = _signature(path)
+        self._pending: tuple[int, ...] | str = ""
         self._current = read_credentials(path)
         self.num_read, self.num_refused = 1, 0
+        self._warn_if_empty()
 
-    def __len__(self) -> int:
-        return len(self._current)
+    @property
+    def num_tokens(self) -> int:
+        return self._current.num_tokens
 
     def grant_of(self, token: str) -> Grant | None:
-        """As `Credentials.grant_of`, with the file's current content."""
-        self._refresh()
+        """As `Credentials.grant_of`, with the content in force."""
         return self._current.grant_of(token)
 
-    def _refresh(self) -> None:
+    def holds(self, grant: Grant) -> bool:
+        return self._current.holds(grant)
+
+    def look(self) -> bool:
+        """Look whether the file has changed; returns whether other credentials are in force from now on.
+
+        Reads the file: call it in a thread. It takes milliseconds for some hundred tokens, seconds for 16 MiB.
+        """
         with self._lock:
             signature = _signature(self._path)
-            if signature == self._seen:
-                return
+            if signature == self._seen or signature != self._pending:
+                self._pending = signature
+                return False
+            content = _content(self._path)
+            if _signature(self._path) != signature:
+                return False
             self._seen = signature
-            try:
-                self._current = read_credentials(self._path)
-            except InvalidRequest as error:
-                self.num_refused += 1
-                _log.error("the credentials stay as they were, the file cannot be used: %s", error)
-            else:
-                self.num_read += 1
-                _log.info("credentials read again path=%s tokens=%d", self._path, len(self._current))
+            return self._take(content)
+
+    def _take(self, content: _Content) -> bool:
+        try:
+            self._current = _parse(content, self._path)
+        except InvalidRequest as error:
+            self.num_refused += 1
+            _log.error(
+                "the credentials file cannot be used, those read before stay in force: correct it, it is read again "
+                "when it changes: %s",
+                error,
+            )
+            return False
+        self.num_read += 1
+        _log.info("credentials read again path=%s tokens=%d", self._path, self._current.num_tokens)
+        self._warn_if_empty()
+        return True
+
+    def _warn_if_empty(self) -> None:
+        if not self._current.num_tokens:
+            _log.warning(
+                "the credentials file has no entry, so nobody is admitted by a token: add a [[credential]] path=%s",
+                self._path,
+            )
 
 
-def _signature(path: Path) -> tuple[int, ...] | None:
+def _signature(path: Path) -> tuple[int, ...] | str:
+    """What changes with the file; a text: why it cannot be looked at."""
     try:
         stat = path.stat()
-    except OSError:
-        return None
+    except OSError as error:
+        return error.strerror or str(error)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_mode
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a file held when it was read.
+
+    Attributes:
+        data: Its bytes.
+        mode: Its permission bits.
+        error: Why it could not be read; empty: it could.
+    """
+
+    data: bytes = b""
+    mode: int = 0
+    error: str = ""
+
+
+def _content(path: Path) -> _Content:
+    try:
+        with path.open("rb") as file:
+            return _Content(file.read(_FILE_BYTES_MAX), os.fstat(file.fileno()).st_mode & 0o777)
+    except OSError as error:
+        return _Content(error=error.strerror or str(error))
 
 
 def read_credentials(path: Path) -> Credentials:
@@ -155,20 +221,20 @@ def read_credentials(path: Path) -> Credentials:
         InvalidRequest: It cannot be read, others than its owner may write it, or an entry is wrong; the message names
             the entry and the field.
     """
+    return _parse(_content(path), path)
+
+
+def _parse(content: _Content, path: Path) -> Credentials:
+    if content.error:
+        raise InvalidRequest("cannot read the credentials", field="credentials_file", path=path, error=content.error)
+    if content.mode & 0o022:
+        raise InvalidRequest("others may write the credentials: chmod go-w them", field="credentials_file", path=path)
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o022:
-                raise InvalidRequest(
-                    "others may write the credentials: chmod go-w them", field="credentials_file", path=path
-                )
-            content = tomllib.loads(file.read(_FILE_BYTES_MAX).decode())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidRequest(
-            "cannot read the credentials", field="credentials_file", path=path, error=reason
-        ) from error
-    unknown = [name for name in content if name != "credential"]
-    entries = content.get("credential", [])
+        parsed = tomllib.loads(content.data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidRequest("cannot read the credentials", field="credentials_file", path=path, error=error) from error
+    unknown = [name for name in parsed if name != "credential"]
+    entries = parsed.get("credential", [])
     if unknown or not isinstance(entries, list):
         seen = ", ".join(unknown) or type(entries).__name__
         raise InvalidRequest("expected [[credential]] tables and nothing else", path=path, seen=seen)

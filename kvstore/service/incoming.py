@@ -19,11 +19,13 @@ class Receipt:
     Attributes:
         window_bytes: Its part of the connection's credit.
         grant: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
+        payload: What has arrived in full; only here, so that its memory is free once the save is settled.
     """
 
     window_bytes: int
     grant: Grant | None
     _settle: Callable[[Receipt], None]
+    payload: memoryview | None = None
     _settled: bool = False
 
     @property
@@ -32,7 +34,8 @@ class Receipt:
         return self.window_bytes > 0 and self.grant is None
 
     def settle(self) -> None:
-        """Give both back. Idempotent."""
+        """Give both back, and drop the payload. Idempotent."""
+        self.payload = None
         if not self._settled:
             self._settled = True
             self._settle(self)
@@ -79,13 +82,14 @@ class Incoming:
         return True
 
     @property
-    def current(self) -> Receipt | None:
-        """Of the payload that is being received."""
-        return self._current
+    def holds_room(self) -> bool:
+        """Whether a payload is being received, into room that others could use."""
+        return self._current is not None and self._current.grant is not None
 
-    def give_up(self, receipt: Receipt) -> bool:
-        """Let others have the room of a payload that does not come in time. False: all of it has come."""
-        if self._current is not receipt or receipt.grant is None:
+    def give_up(self) -> bool:
+        """Let others have the room of the payload that is being received. False: none is, or it has no room."""
+        receipt = self._current
+        if receipt is None or receipt.grant is None:
             return False
         self._budget.give_back(receipt.grant)
         receipt.grant = None

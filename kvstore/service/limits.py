@@ -23,7 +23,14 @@ class ServiceLimits:
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
         receive_timeout_s: A record must have come by then, and by its save's deadline: what is late is dropped, so that
             an engine which stops in the middle of one does not keep the room that others wait for.
-        hello_timeout_s: A connection that has not said hello by then is closed.
+        hello_timeout_s: A connection that has not said hello by then is closed. A TLS handshake before may take as
+            long.
+        newcomers_of_address, newcomers: Connections that have not said hello, of one address and in all. Beyond that
+            the one that has waited longest is closed.
+        silence_timeout_s: Less than 64 KiB of what a peer has begun to send, or of what it should read, has moved for
+            so long: the head ends its connection, the record is dropped, the peer that does not read is cut off.
+        unread_bytes: Answers that peers have not read, over all connections. Beyond that those that have read nothing
+            for a second are cut off, the largest first.
         stage_progress_s: Progress frames of a stage are at least this far apart.
     """
 
@@ -33,10 +40,22 @@ class ServiceLimits:
     max_loads: int = 8
     receive_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
+    newcomers_of_address: int = 64
+    newcomers: int = 256
+    silence_timeout_s: float = 10.0
+    unread_bytes: int = 64 << 20
     stage_progress_s: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("receive_bytes", "save_credit_bytes", "max_requests", "max_loads"):
+        counts = (
+            "receive_bytes",
+            "save_credit_bytes",
+            "max_requests",
+            "max_loads",
+            "newcomers_of_address",
+            "newcomers",
+        )
+        for name in (*counts, "unread_bytes"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest("a limit of the service must be positive", field=name, seen=getattr(self, name))
 

@@ -5,26 +5,145 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
+import resource
 import socket
+import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import replace
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.background import Background
+from kvstore.service.newcomers import Newcomer, Newcomers
 from kvstore.wire.address import Address, UnixAddress
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["Listener", "unix_accepts"]
+__all__ = ["Acceptor", "Listener", "unix_accepts"]
+
+_log = logging.getLogger(__name__)
 
 _BACKLOG = 512
+_ACCEPTED_AT_ONCE = 16
+"""Few, so that the loop reads the hello of those who have sent one before it accepts more."""
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_PAUSE_S = 0.2
 _TAKEN = "another program listens there: end it, or name another place in listen"
 _HINTS = {
     errno.EADDRINUSE: _TAKEN,
     errno.EADDRNOTAVAIL: "this machine has no such address, name one of its own in listen",
     errno.EACCES: "this user may not listen there, name another place in listen",
 }
-_HANDSHAKE_S = 10.0
+
+
+class Acceptor:
+    """Accepts connections on a listening socket, each as one of the newcomers, whose number is bounded.
+
+    Args:
+        sock: Bound and listening, not blocking; owned from now on.
+        protocol: Makes the protocol of a connection. Its owner calls `Newcomer.leave` once the peer has proven who it
+            is, and again when the connection is lost.
+        newcomers: Connections that have proven nothing yet; several acceptors may share them.
+        tls: What is shown to peers; `None`: no TLS.
+        handshake_s: How long a TLS handshake may take.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        protocol: Callable[[Newcomer], asyncio.BaseProtocol],
+        newcomers: Newcomers,
+        *,
+        tls: ServerTls | None = None,
+        handshake_s: float = 5.0,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._protocol = protocol
+        self._newcomers = newcomers
+        self._tls = tls
+        self._handshake_s = handshake_s
+        self._connecting = Background("acceptor")
+        self._resume: asyncio.TimerHandle | None = None
+        self._is_exhausted = False
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """The listening socket, unless it is closed."""
+        return (self._sock,) if self._sock.fileno() >= 0 else ()
+
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
+        if self._sock.fileno() < 0:
+            return
+        self._loop.remove_reader(self._sock.fileno())
+        if self._resume is not None:
+            self._resume.cancel()
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """End the handshakes that are still running."""
+        await self._connecting.aclose()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, peer = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                self._pause(error)
+                return
+            self._is_exhausted = False
+            sock.setblocking(False)
+            newcomer = self._newcomers.enter(peer[0] if isinstance(peer, tuple) else "")
+            task = self._connecting.spawn(self._connect(sock, newcomer), "connection")
+            newcomer.end_with(task.cancel)
+
+    async def _connect(self, sock: socket.socket, newcomer: Newcomer) -> None:
+        context: ssl.SSLContext | None = None
+        if self._tls is not None:
+            self._tls.refresh()  # so that this peer sees a renewed certificate
+            context = self._tls.context
+        made = self._protocol(newcomer)
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: made,
+                sock,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else self._handshake_s,
+            )
+        except OSError as error:  # the peer's doing, or the network's: it did not get through the handshake
+            newcomer.leave()
+            _log.debug("a connection was not established error=%s", error)
+        except BaseException:
+            newcomer.leave()
+            raise
+        else:
+            newcomer.end_with(transport.abort)
+
+    def _pause(self, error: OSError) -> None:
+        """Nothing can be accepted now: say so once, free what the oldest newcomer holds, and try again soon."""
+        if not self._is_exhausted:
+            self._is_exhausted = True
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            _log.error(
+                "connections wait, since the system gives this process no more descriptors: raise the limit of open "
+                "files (ulimit -n, or LimitNOFILE of its unit) error=%s limit=%d",
+                error.strerror,
+                limit,
+            )
+        self._newcomers.end_oldest()
+        self._loop.remove_reader(self._sock.fileno())
+        self._resume = self._loop.call_later(_EXHAUSTED_PAUSE_S, self._accept_again)
+
+    def _accept_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
 
 
 class Listener:
@@ -34,41 +153,37 @@ class Listener:
         address: Where it listens; a TCP port of 0 is replaced by the real one.
     """
 
-    def __init__(self, address: Address, server: asyncio.Server, inode: int | None) -> None:
+    def __init__(self, address: Address, acceptors: list[Acceptor], inode: int | None) -> None:
         self.address = address
-        self._server = server
+        self._acceptors = acceptors
         self._inode = inode
 
     @classmethod
     async def open(
-        cls, address: Address, protocol: Callable[[], asyncio.BaseProtocol], tls: ServerTls | None = None
+        cls,
+        address: Address,
+        protocol: Callable[[Newcomer], asyncio.BaseProtocol],
+        newcomers: Newcomers,
+        tls: ServerTls | None = None,
+        *,
+        handshake_s: float = 5.0,
     ) -> Listener:
-        """Listen; `protocol` is called for each peer.
+        """Listen; `protocol` is called for each peer. See `Acceptor` for the arguments.
 
         Raises:
             InvalidRequest: The address is in use or cannot be listened on, or needs TLS and there is no certificate.
         """
-        loop = asyncio.get_running_loop()
         try:
             if isinstance(address, UnixAddress):
                 sock, inode = _bind_unix(address.path)
-                return cls(address, await loop.create_unix_server(protocol, sock=sock, backlog=_BACKLOG), inode)
+                return cls(address, [Acceptor(sock, protocol, newcomers)], inode)
             if address.tls and tls is None:
                 raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
-            context = tls.context if tls is not None and address.tls else None
-
-            handshake_s = _HANDSHAKE_S if context is not None else None
-
-            def make() -> asyncio.BaseProtocol:
-                if tls is not None:
-                    tls.refresh()  # so that this peer sees a renewed certificate
-                return protocol()
-
-            server = await loop.create_server(
-                make, address.host, address.port, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=handshake_s
-            )
-            port: int = server.sockets[0].getsockname()[1]
-            return cls(replace(address, port=port), server, None)
+            shown = tls if address.tls else None
+            socks = await _bind_tcp(address.host, address.port)
+            port: int = socks[0].getsockname()[1]
+            acceptors = [Acceptor(sock, protocol, newcomers, tls=shown, handshake_s=handshake_s) for sock in socks]
+            return cls(replace(address, port=port), acceptors, None)
         except OSError as error:
             hint = _HINTS.get(error.errno or 0) or error.strerror or str(error)
             if isinstance(error, socket.gaierror):
@@ -81,7 +196,31 @@ class Listener:
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.address.path).st_ino == self._inode:  # not a successor's
                     os.unlink(self.address.path)
-        self._server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
+        for acceptor in self._acceptors:
+            await acceptor.wait_closed()
+
+
+async def _bind_tcp(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address that a name stands for."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    socks: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            sock = socket.socket(family, kind, protocol)
+            socks.append(sock)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(place)
+            sock.listen(_BACKLOG)
+    except BaseException:
+        for sock in socks:
+            sock.close()
+        raise
+    return socks
 
 
 def _bind_unix(path: str) -> tuple[socket.socket, int]:

@@ -41,7 +41,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     shape_logs(settings.log_format, secrets_of(settings))
     token = read_token(settings.token_file) if settings.token_file is not None else ""
     credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
-    if isinstance(settings.listen, TcpAddress) and not token and not credentials:
+    if isinstance(settings.listen, TcpAddress) and not token and credentials is None:
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
     tls = settings.tls()
     check_admin_listen(settings.admin_listen, credentials, has_certificate=tls is not None)

@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 
 import kvstore
 from kvstore.api import PageStore
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import PeerAdmission
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Credentials
+from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.listener import Listener
+from kvstore.service.newcomers import Newcomer, Newcomers
 from kvstore.service.session import Session
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
@@ -27,6 +28,9 @@ __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
+_LOOK_S = 1.0
+"""Between two looks at the credentials and at peers that have stopped to read or to send."""
+_UNREAD_S = 1.0
 _VERB = "kvstore "
 """What a verb of the command line calls itself begins so; engines do not."""
 
@@ -38,7 +42,8 @@ class Server:
         store: Stays the caller's: it is not closed here.
         limits: What peers can make it hold.
         token: Required of TCP peers, unless empty.
-        credentials: Tokens of tenants.
+        credentials: Tokens of tenants; `None`: there are none. The server looks every second whether their file has
+            changed, and ends peers whose token is not good any more.
         tls: For addresses that speak it.
         tracing: Makes a span of each request.
     """
@@ -58,10 +63,13 @@ class Server:
         self._limits = limits or ServiceLimits()
         self._tls = tls
         self._answers = Answers(store, self.describe)
+        self._credentials = credentials
         self._admission = PeerAdmission(token, credentials)
+        self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._sessions: set[Session] = set()
         self._closing = Background("server")
+        self._looking = Background("server-looks")
         self._started_s = SYSTEM_CLOCK.monotonic_s()
         self._num_sessions = 0
         self._quiet_since_s = self._started_s
@@ -72,9 +80,14 @@ class Server:
         Raises:
             InvalidRequest: An address cannot be listened on.
         """
+        handshake_s = self._limits.hello_timeout_s
         for address in addresses:
-            self.listeners.append(await Listener.open(address, self._new_peer, self._tls))
+            self.listeners.append(
+                await Listener.open(address, self._new_peer, self._newcomers, self._tls, handshake_s=handshake_s)
+            )
             _log.info("listening address=%s", self.listeners[-1].address)
+        if not len(self._looking):
+            self._looking.spawn(self._look_again_and_again(), "looks")
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -105,13 +118,47 @@ class Server:
             "engines": sorted({session.client for session in of_engines if session.client}),
         }
 
-    def _new_peer(self) -> asyncio.BaseProtocol:
+    async def _look_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if isinstance(self._credentials, CredentialsFile) and await asyncio.to_thread(self._credentials.look):
+                self._end_those_without_credential()
+            self._end_those_that_do_not_read(SYSTEM_CLOCK.monotonic_s())
+
+    def _end_those_without_credential(self) -> None:
+        for session in list(self._sessions):
+            if session.grant is not None and not self._admission.still_admits(session.grant):
+                _log.info("a peer is ended, its token is not good any more who=%s", session.grant.name)
+                session.connection.refuse(
+                    InvalidRequest(
+                        "the token is not good any more, or for something else: connect again", field="token"
+                    )
+                )
+
+    def _end_those_that_do_not_read(self, now_s: float) -> None:
+        """Cut off who has read nothing for too long, and while too much is unread who has read nothing for a second."""
+        looked = [(session.look(now_s), session.held_bytes, session) for session in self._sessions]
+        unread_bytes = sum(held_bytes for _, held_bytes, _ in looked)
+        for silent_s, held_bytes, session in sorted(looked, key=lambda one: one[1], reverse=True):
+            is_too_much = unread_bytes > self._limits.unread_bytes and silent_s >= _UNREAD_S
+            if silent_s >= self._limits.silence_timeout_s or is_too_much:
+                _log.warning(
+                    "a peer that does not read is cut off client=%s seconds=%.0f bytes=%d",
+                    session.client,
+                    silent_s,
+                    held_bytes,
+                )
+                unread_bytes -= held_bytes
+                session.connection.abort()
+
+    def _new_peer(self, newcomer: Newcomer) -> asyncio.BaseProtocol:
         made = Session(
             self._answers,
             self._admission,
             self._limits,
             self._budget,
             tracing=self._tracing,
+            newcomer=newcomer,
             on_made=self._made,
             on_ended=self._ended,
         )
@@ -129,6 +176,7 @@ class Server:
 
     async def aclose(self) -> None:
         """Stop listening, end every session, let received saves finish for a few seconds. Idempotent."""
+        await self._looking.aclose()
         for listener in self.listeners:
             await listener.aclose()
         for session in list(self._sessions):

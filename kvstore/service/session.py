@@ -24,9 +24,12 @@ from kvstore.service.answers import Answers
 from kvstore.service.credentials import Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import ServiceLimits
+from kvstore.service.newcomers import Newcomer
+from kvstore.service.stalls import Stall
 from kvstore.wire import messages
+from kvstore.wire.convert import plain_text
 from kvstore.wire.failures import error_of
-from kvstore.wire.frames import LATER, Head, Later
+from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
 from kvstore.wire.messages import PROTOCOL_VERSION, Message
 from kvstore.wire.protocol import FrameConnection
 
@@ -55,6 +58,7 @@ class Session:
 
     Attributes:
         number: Number of the connection, for logs.
+        grant: What its peer may do; `None` before the hello.
 
     Args:
         answers: What the requests mean; shared by all sessions.
@@ -62,6 +66,7 @@ class Session:
         limits: Bounds of this connection.
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
         tracing: Makes a span of each request; `None`: no tracing.
+        newcomer: Its place among the connections that have not said hello; `None`: they are not bounded.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; the callee must call `aclose`.
     """
@@ -74,17 +79,19 @@ class Session:
         budget: ByteBudget,
         *,
         tracing: Tracing | None = None,
+        newcomer: Newcomer | None = None,
         on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
     ) -> None:
-        self.connection = FrameConnection(self, limits.max_payload_bytes, lambda: on_made(self))
+        # before the hello little is received, and no payload
+        self.connection = FrameConnection(self, 0, partial(self._made, on_made), max_head_bytes=HELLO_HEAD_BYTES_MAX)
+        self.grant: Grant | None = None
         self.client = ""
         self.role = ""
         self.tenant = ""
         self.number = 0
-        self._may_save = False
         self.leases: set[LeaseId] = set()
-        self._greeted = False
+        self._newcomer = newcomer
         self._answers = answers
         self._tracing = tracing
         self._admission = admission
@@ -96,20 +103,56 @@ class Session:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
-        self._greeting = asyncio.get_running_loop().call_later(limits.hello_timeout_s, self._not_greeted)
+        self._loaded_bytes = 0  # of loads that are being sent
+        self._unread, self._unsent = Stall(), Stall()
+        self._greeting: asyncio.TimerHandle | None = None
 
     @property
     def num_running(self) -> int:
         """Requests that are being answered."""
         return len(self._running)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of answers that its peer has not read."""
+        return self.connection.unsent_bytes + self._loaded_bytes
+
+    def look(self, now_s: float) -> float:
+        """Give up what its peer has stopped to send; returns for how many seconds it has not read what is sent to it.
+
+        To be called every second or so.
+
+        Args:
+            now_s: On the monotonic clock.
+        """
+        is_in_head = self.connection.reader.is_in_head
+        if is_in_head or self._incoming.holds_room:
+            silent_s = self._unread.seconds(self.connection.received_bytes, now_s)
+        else:
+            silent_s = self._unread.ended()
+        if silent_s >= self._limits.silence_timeout_s:
+            self._give_up()
+            if is_in_head:
+                self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
+        if not self.held_bytes:
+            return self._unsent.ended()
+        return self._unsent.seconds(self.connection.written_bytes - self.connection.unsent_bytes, now_s)
+
     # called by the connection
 
+    def _made(self, on_made: Callable[[Session], None]) -> None:
+        self._greeting = asyncio.get_running_loop().call_later(self._limits.hello_timeout_s, self._not_greeted)
+        on_made(self)
+
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
-        """Allocate for a save, within credit and budget; a payload on any other message is an error."""
+        """Allocate for a save that its peer may make, within credit and budget; a payload on any other message is an
+        error. Nothing is held for a save that will be refused: its payload is dropped as it comes.
+        """
         message = messages.decode(head)
-        if not self._greeted or not isinstance(message, messages.Save):
+        if not isinstance(message, messages.Save):
             raise InvalidRequest("this message carries no payload", type=message.type, payload_bytes=payload_bytes)
+        if not self._may_save:
+            return None
         if self._incoming.begin(payload_bytes):
             self._expect_payload(_deadline(message))
             return self._answers.store.buffer(payload_bytes)
@@ -119,6 +162,8 @@ class Session:
     async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
         """Apply back-pressure: read nothing more from this peer until there is room, or its save is too late anyway."""
         has_room = await self._incoming.wait(payload_bytes, deadline)
+        if not self.connection.open:
+            return
         if has_room:
             self._expect_payload(deadline)
         self.connection.provide(self._answers.store.buffer(payload_bytes) if has_room else None)
@@ -126,21 +171,19 @@ class Session:
     def _expect_payload(self, deadline: Deadline) -> None:
         """Give up on the payload that comes now when it is late."""
         wait_s = min(deadline.remaining_s, self._limits.receive_timeout_s)
-        receipt = self._incoming.current
-        assert receipt is not None
+        self._receiving = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
-        def give_up() -> None:
-            if self._incoming.give_up(receipt):
-                self.connection.reader.drop_payload()
-
-        self._receiving = asyncio.get_running_loop().call_later(wait_s, give_up)
+    def _give_up(self) -> None:
+        """Let others have the room of the payload that is being received, if there is one."""
+        if self._incoming.give_up():
+            self.connection.reader.drop_payload()
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
         """Start the answer to a message."""
-        message = messages.decode(head)
-        if not self._greeted:
-            self._greet(message)
+        if self.grant is None:
+            self._greet(head)
             return
+        message = messages.decode(head)
         match message:
             case messages.Ping():  # answered here: it asks whether this loop runs
                 self.connection.post(messages.Pong(message.id))
@@ -158,9 +201,11 @@ class Session:
 
     def on_lost(self, reason: str) -> None:
         """The peer is gone."""
-        self._greeting.cancel()
-        if self._receiving is not None:
-            self._receiving.cancel()
+        for timer in (self._greeting, self._receiving):
+            if timer is not None:
+                timer.cancel()
+        if self._newcomer is not None:
+            self._newcomer.leave()
         self._on_ended(self)
 
     # the greeting
@@ -168,15 +213,22 @@ class Session:
     def _not_greeted(self) -> None:
         self.connection.refuse(InvalidRequest("no hello arrived in time", seconds=self._limits.hello_timeout_s))
 
-    def _greet(self, message: Message) -> None:
-        if not isinstance(message, messages.Hello):
-            raise InvalidRequest("the first message must be a hello", type=message.type)
+    def _greet(self, head: Head) -> None:
+        if head.get("type") != messages.Hello.type:  # nothing else is looked at
+            raise InvalidRequest("the first message must be a hello")
+        message = messages.decode(head)
+        assert isinstance(message, messages.Hello)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        grant = self._admission.check(self.connection, message.token)
-        self.tenant, self._may_save = grant.tenant or NO_TENANT, Scope.SAVE in grant.scopes
-        self._greeting.cancel()
-        self._greeted, self.client, self.role = True, message.client[:128], message.role[:16]
+        self.grant = self._admission.check(self.connection, message.token)
+        self.tenant = self.grant.tenant or NO_TENANT
+        self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
+        if self._greeting is not None:
+            self._greeting.cancel()
+        if self._newcomer is not None:
+            self._newcomer.leave()
+        self.connection.reader.max_head_bytes = MAX_HEAD_BYTES
+        self.connection.reader.max_payload_bytes = self._limits.max_payload_bytes
         self.connection.post(
             messages.Welcome(
                 version=PROTOCOL_VERSION,
@@ -192,11 +244,15 @@ class Session:
             )
         )
 
+    @property
+    def _may_save(self) -> bool:
+        return self.grant is not None and Scope.SAVE in self.grant.scopes
+
     # requests
 
     def _start(self, request: messages.Request, payload: memoryview | None, trace: str) -> None:
         receipt = self._incoming.finish()
-        if payload is not None and self._receiving is not None:
+        if self._receiving is not None:
             self._receiving.cancel()
         error: KVStoreError | None = None
         if request.id in self._running:
@@ -212,27 +268,28 @@ class Session:
             receipt.settle()
             self.connection.post(error_of(request.id, error))
             return
+        receipt.payload = payload
         owner = self._saves if isinstance(request, messages.Save) else self._tasks
         serve = self._serve if self._tracing is None else partial(self._traced, self._tracing, trace)
-        task = owner.spawn(serve(request, payload, receipt), request.type)
+        task = owner.spawn(serve(request, receipt), request.type)
         self._running[request.id] = task
-        task.add_done_callback(lambda _: self._ended(request.id, task, receipt))
+        task.add_done_callback(partial(self._ended, request.id, receipt))
 
-    def _ended(self, request_id: int, task: asyncio.Task[None], receipt: Receipt) -> None:
-        del self._running[request_id]
+    def _ended(self, request_id: int, receipt: Receipt, task: asyncio.Task[None]) -> None:
         receipt.settle()
+        if self._running.get(request_id) is not task:
+            return  # it is answered
+        del self._running[request_id]
         if task.cancelled():  # before it answered, perhaps before it began
             self.connection.post(error_of(request_id, Unavailable("the request was cancelled")))
 
-    async def _traced(
-        self, tracing: Tracing, trace: str, request: messages.Request, payload: memoryview | None, receipt: Receipt
-    ) -> None:
+    async def _traced(self, tracing: Tracing, trace: str, request: messages.Request, receipt: Receipt) -> None:
         namespace = getattr(request, "namespace", b"").hex()
         named = {"tenant": self.tenant, "namespace": namespace, "request": f"{self.number}.{request.id}"}
         with tracing.span(f"kvstore.{request.type}", trace, **named):
-            await self._serve(request, payload, receipt)
+            await self._serve(request, receipt)
 
-    async def _serve(self, request: messages.Request, payload: memoryview | None, receipt: Receipt) -> None:
+    async def _serve(self, request: messages.Request, receipt: Receipt) -> None:
         deadline = _deadline(request)
         namespace = getattr(request, "namespace", b"")
         request_context.set(RequestContext(self.number, request.id, self.tenant, namespace))  # of this task alone
@@ -248,7 +305,7 @@ class Session:
                     return
                 reply = await self._answers.answer(
                     request,
-                    payload,
+                    receipt.payload,
                     deadline,
                     self._progress_of(request),
                     tenant=self.tenant,
@@ -259,23 +316,28 @@ class Session:
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
             _log.exception("a request failed type=%s client=%s", request.type, self.client)
             reply = error_of(request.id, InternalError("the service failed", error=type(error).__name__))
+        receipt.settle()  # before the answer, at which the client takes its credit back
+        try:
+            await self._send_or_release(request.id, reply)
+        except InternalError as error:  # it cannot be packed, so nothing of it was sent
+            _log.error("an answer cannot be sent type=%s client=%s: %s", request.type, self.client, error)
+            reply = error_of(request.id, error)
+            await self._send(request.id, reply)
         if isinstance(reply, messages.Error) and self._tracing is not None:
             self._tracing.failed(f"{reply.kind}: {reply.message}")
-        receipt.settle()  # before the answer, at which the client takes its credit back
-        lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
-        if lease is not None:
-            self.leases.add(lease)
-        try:
-            await self._send(reply)
-        except asyncio.CancelledError:
-            if lease is not None:  # the client will never learn of it
-                self._release(lease)
-            raise
 
     async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
         async with self._load_turns:
+            await (
+                self.connection.writable()
+            )  # a record that is evicted meanwhile is not kept for a peer that does not read
             reply, data = await self._answers.load(request, deadline, tenant=self.tenant)
-            await self._send(reply, data)
+            num_bytes = len(data) if data is not None else 0
+            self._loaded_bytes += num_bytes
+            try:
+                await self._send(request.id, reply, data)
+            finally:
+                self._loaded_bytes -= num_bytes
 
     def _shared_arena(self) -> Arena | None:
         """The arena, if this peer may map it. It holds all tenants' records, so only our own user's process without a
@@ -295,12 +357,27 @@ class Session:
             raise Unavailable("no memory is shared on this connection")
         reply = messages.ArenaShared(request.id, arena.id, arena.capacity_bytes)
         await self.connection.send_descriptor(reply, arena.descriptor)
+        self._running.pop(request.id, None)
 
-    async def _send(self, reply: Message, payload: memoryview | None = None) -> None:
+    async def _send_or_release(self, request_id: int, reply: Message) -> None:
+        """Send an answer, or release the lease in it: then the client will never learn of it."""
+        lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
+        if lease is not None:
+            self.leases.add(lease)
+        try:
+            await self._send(request_id, reply)
+        except BaseException:
+            if lease is not None:
+                self._release(lease)
+            raise
+
+    async def _send(self, request_id: int, reply: Message, payload: memoryview | None = None) -> None:
+        """Send the answer to a request. From then on its id is free: the client may use it again at once."""
         try:
             await self.connection.send(reply, payload)
         except Unavailable:  # the peer is gone; `aclose` cleans up
             return
+        self._running.pop(request_id, None)
 
     def _progress_of(self, request: messages.Request) -> Progress:
         loop = asyncio.get_running_loop()

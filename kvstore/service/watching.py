@@ -158,7 +158,7 @@ class Watcher:
     def _tell_credentials(self) -> None:
         before, self._credentials_read = self._credentials_read, self._num_read()
         if self._credentials_read[0] > before[0]:
-            detail = {"tokens": len(self._credentials or ())}
+            detail = {"tokens": self._credentials.num_tokens if self._credentials is not None else 0}
             self._events.tell(
                 EventKind.SETTINGS, "the credentials were read again, and count from now on", detail=detail
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "parse_outcome",
     "parse_query",
     "parse_staged",
+    "plain_text",
     "query_fields",
     "staged_reply",
 ]
@@ -30,6 +32,7 @@ __all__ = [
 
 _TEXT_MAX = 256
 _DETAILS_MAX = 16
+_TOKENS_MAX = (1 << 32) - 1
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
 
 
@@ -147,6 +150,17 @@ def parse_staged(message: messages.Staged) -> Staged:
     )
 
 
+def plain_text(text: str, most: int = _TEXT_MAX) -> str:
+    """What an engine calls something, fit to be shown: at most so many characters, and escaped where it is a control
+    character, a line or paragraph separator, or one that changes the direction of text. Engines take such names from
+    their own clients.
+    """
+    text = text[:most]
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)[:most]
+
+
 def outcome_message(outcome: Outcome) -> messages.Outcome:
     """A request's outcome as a message."""
     stop = outcome.stop
@@ -168,10 +182,11 @@ def outcome_message(outcome: Outcome) -> messages.Outcome:
 
 
 def parse_outcome(message: messages.Outcome) -> Outcome:
-    """A request's outcome from a message. Long texts are cut, and values that are not plain left out: people read it.
+    """A request's outcome from a message. Long texts are cut and escaped (`plain_text`), and values that are not plain
+    left out: people read it, and programs read it as JSON.
 
     Raises:
-        InvalidRequest: A hash has the wrong length.
+        InvalidRequest: A hash has the wrong length, or a number is larger than any prompt.
     """
     for where, data, expected in (
         ("stop_prefix", message.stop_prefix, PREFIX_BYTES),
@@ -181,19 +196,22 @@ def parse_outcome(message: messages.Outcome) -> Outcome:
         if data:
             _check_length(f"outcome.{where}", data, expected)
     stop = Boundary(message.stop_tokens, PrefixHash(message.stop_prefix)) if message.stop_prefix else None
+    for where in ("prompt_tokens", "cap_tokens", "local_tokens", "resume_tokens", "stop_tokens"):
+        if (tokens := getattr(message, where)) > _TOKENS_MAX:
+            raise InvalidRequest("a number does not fit its width", field=f"outcome.{where}", seen=tokens)
     detail = {
-        name[:_TEXT_MAX]: value[:_TEXT_MAX] if isinstance(value, str) else value
+        plain_text(name): plain_text(value) if isinstance(value, str) else value
         for name, value in list(message.detail.items())[:_DETAILS_MAX]
-        if isinstance(value, str | int | float)
+        if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
     }
     return Outcome(
-        request=message.request[:_TEXT_MAX],
+        request=plain_text(message.request),
         namespace=parse_namespace(message.namespace, "outcome.namespace") if message.namespace else None,
         prompt_tokens=message.prompt_tokens,
         cap_tokens=message.cap_tokens,
         local_tokens=message.local_tokens,
         resume_tokens=message.resume_tokens,
-        reason=message.reason[:_TEXT_MAX],
+        reason=plain_text(message.reason),
         detail=detail,
         stop=stop,
         groups=int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little"),

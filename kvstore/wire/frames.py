@@ -15,6 +15,7 @@ import msgpack
 from kvstore.errors import InternalError, InvalidRequest, UnsupportedFormat
 
 __all__ = [
+    "HELLO_HEAD_BYTES_MAX",
     "LATER",
     "MAGIC",
     "MAX_HEAD_BYTES",
@@ -29,6 +30,8 @@ __all__ = [
 
 MAGIC = b"KVW1"
 MAX_HEAD_BYTES = 4 << 20
+HELLO_HEAD_BYTES_MAX = 8 << 10
+"""What a service accepts before it knows its peer: a token of 4 KiB and a name."""
 _PREFIX = struct.Struct("<4sIQ")
 PREFIX_BYTES = _PREFIX.size
 _SCRAP_BYTES = 256 << 10
@@ -66,9 +69,13 @@ def pack_head(head: Head, payload_bytes: int = 0) -> bytes:
     """Prefix and head of a frame; the payload follows on the stream.
 
     Raises:
-        InternalError: The head is over 4 MiB: a bug, since no message may be that large.
+        InternalError: The head is over 4 MiB, or holds a value that msgpack cannot represent, such as an integer of
+            more than 64 bits.
     """
-    packed: bytes = msgpack.packb(head, use_bin_type=True)
+    try:
+        packed: bytes = msgpack.packb(head, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise InternalError("a frame's head cannot be packed", type=head.get("type"), error=error) from error
     if len(packed) > MAX_HEAD_BYTES:
         raise InternalError("a frame's head is too large", limit_bytes=MAX_HEAD_BYTES, seen=len(packed))
     return _PREFIX.pack(MAGIC, len(packed), payload_bytes) + packed
@@ -94,6 +101,7 @@ class _Phase(Enum):
     HEAD = auto()
     WAITING = auto()
     PAYLOAD = auto()
+    ENDED = auto()
 
 
 class FrameReader:
@@ -104,11 +112,15 @@ class FrameReader:
     Args:
         sink: Receives the frames.
         max_payload_bytes: Larger payloads are refused.
+        max_head_bytes: Larger heads are refused.
+
+    Both limits may be changed at any time; they apply to the next frame.
     """
 
-    def __init__(self, sink: FrameSink, max_payload_bytes: int) -> None:
+    def __init__(self, sink: FrameSink, max_payload_bytes: int, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
         self.max_payload_bytes = max_payload_bytes
-        self._sink = sink
+        self.max_head_bytes = max_head_bytes
+        self._sink: FrameSink | None = sink
         self._phase = _Phase.PREFIX
         self._target: memoryview | None = memoryview(bytearray(PREFIX_BYTES))
         self._filled = 0
@@ -121,6 +133,11 @@ class FrameReader:
     def waiting(self) -> bool:
         """Whether the sink must provide a buffer before anything more is read."""
         return self._phase is _Phase.WAITING
+
+    @property
+    def is_in_head(self) -> bool:
+        """Whether a frame has begun and its head is not complete."""
+        return self._phase is _Phase.HEAD or (self._phase is _Phase.PREFIX and self._filled > 0)
 
     @property
     def head_of_payload(self) -> Head | None:
@@ -166,14 +183,22 @@ class FrameReader:
         if self._phase is _Phase.PAYLOAD:
             self._target = None
 
+    def end(self) -> None:
+        """Drop the buffers and the sink: nothing is received any more.
+
+        Sink and reader refer to each other, so without this a buffer would live until the cyclic collector runs.
+        """
+        self._phase, self._target, self._scrap, self._sink, self._head = _Phase.ENDED, None, None, None, {}
+
     def _prefix_complete(self) -> None:
         assert self._target is not None
         magic, head_bytes, payload_bytes = _PREFIX.unpack(self._target)
         if magic != MAGIC:
             kind = UnsupportedFormat if magic[:3] == MAGIC[:3] else InvalidRequest
             raise kind("a frame must start with the magic of its version", expected=MAGIC, seen=magic)
-        if not 1 <= head_bytes <= MAX_HEAD_BYTES:
-            raise InvalidRequest("head size is out of range", field="head_bytes", limit=MAX_HEAD_BYTES, seen=head_bytes)
+        if not 1 <= head_bytes <= self.max_head_bytes:
+            limit = self.max_head_bytes
+            raise InvalidRequest("head size is out of range", field="head_bytes", limit=limit, seen=head_bytes)
         if payload_bytes > self.max_payload_bytes:
             limit = self.max_payload_bytes
             raise InvalidRequest("payload is too large", field="payload_bytes", limit=limit, seen=payload_bytes)
@@ -186,6 +211,7 @@ class FrameReader:
         if self._payload_bytes == 0:
             self._deliver(None)
             return
+        assert self._sink is not None
         target = self._sink.on_head(self._head, self._payload_bytes)
         if target is LATER:
             self._phase = _Phase.WAITING
@@ -195,6 +221,7 @@ class FrameReader:
     def _deliver(self, payload: memoryview | None) -> None:
         head, self._head = self._head, {}
         self._expect(_Phase.PREFIX, memoryview(bytearray(PREFIX_BYTES)), PREFIX_BYTES)
+        assert self._sink is not None
         self._sink.on_frame(head, payload)
 
     def _expect(self, phase: _Phase, target: memoryview | None, needed: int) -> None:

@@ -10,14 +10,15 @@ from typing import Protocol, cast
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.wire import messages
-from kvstore.wire.frames import FrameReader, FrameSink, pack_head
+from kvstore.wire.frames import MAX_HEAD_BYTES, FrameReader, FrameSink, pack_head
 
 __all__ = ["FrameConnection", "FrameOwner"]
 
 _UNIX_BUFFER_BYTES = 256 << 10
 """Small, so that the kernel reuses a few pages instead of touching fresh ones for each record."""
 _TCP_BUFFER_BYTES = 4 << 20
-_WRITE_HIGH_BYTES = 8 << 20
+_WRITE_HIGH_BYTES = 2 << 20
+"""What one connection may have in memory for a peer that does not read, beside the frame that exceeds it."""
 _POSTED_BYTES_MAX = 4 << 20
 """Limit of unread `post` messages: a peer that sends requests but reads no answers is disconnected."""
 _LINGER_S = 1.0
@@ -39,15 +40,24 @@ class FrameConnection(asyncio.BufferedProtocol):
     Args:
         owner: Receives the frames. If it raises an error of `kvstore.errors`, the connection ends with a `Refused`.
         max_payload_bytes: Larger payloads end the connection.
+        max_head_bytes: Larger heads end the connection.
         on_made: Called when the connection is established, TLS handshake included. If the handshake fails, neither this
             nor `on_lost` is called.
     """
 
-    def __init__(self, owner: FrameOwner, max_payload_bytes: int, on_made: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        owner: FrameOwner,
+        max_payload_bytes: int,
+        on_made: Callable[[], None] | None = None,
+        *,
+        max_head_bytes: int = MAX_HEAD_BYTES,
+    ) -> None:
         self._on_made = on_made
-        self.reader = FrameReader(owner, max_payload_bytes)
+        self.reader = FrameReader(owner, max_payload_bytes, max_head_bytes)
         self.received_bytes = 0
-        self._owner = owner
+        self.written_bytes = 0
+        self._owner: FrameOwner | None = owner
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
@@ -61,7 +71,9 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         tune_socket(self._transport.get_extra_info("socket"))
-        self._on_made()
+        on_made, self._on_made = self._on_made, None
+        if on_made is not None:
+            on_made()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.reader.buffer()
@@ -84,7 +96,11 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._closing = True
         self._transport = None
         self._writable.set()
-        self._owner.on_lost(f"connection lost: {exc}" if exc else "connection closed by the other side")
+        # owner and connection refer to each other: apart, both go at once, and so do the buffers that they hold
+        owner, self._owner = self._owner, None
+        self.reader.end()
+        if owner is not None:
+            owner.on_lost(f"connection lost: {exc}" if exc else "connection closed by the other side")
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -94,6 +110,11 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._writable.set()
 
     # called by the owner
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were written and that the kernel has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     @property
     def open(self) -> bool:
@@ -125,6 +146,7 @@ class FrameConnection(asyncio.BufferedProtocol):
 
         Raises:
             Unavailable: The connection is closed.
+            InternalError: The message cannot be packed; nothing of it was sent.
 
         If cancelled, the frame is sent completely or not at all.
         """
@@ -133,6 +155,10 @@ class FrameConnection(asyncio.BufferedProtocol):
             if not self.open:
                 raise Unavailable("the connection is closed")
             self._write(message, payload, trace)
+
+    async def writable(self) -> None:
+        """Wait until the other side has read most of what was written, or the connection is lost."""
+        await self._writable.wait()
 
     async def send_descriptor(self, message: messages.Message, descriptor: int) -> None:
         """Send a message and a file descriptor, which the other side receives as a duplicate.
@@ -168,8 +194,10 @@ class FrameConnection(asyncio.BufferedProtocol):
             fields["trace"] = trace
         head = pack_head(fields, 0 if payload is None else len(payload))
         self._transport.write(head)
+        self.written_bytes += len(head)
         if payload is not None:
             self._transport.write(payload)
+            self.written_bytes += len(payload)
         return len(head)
 
     def provide(self, target: memoryview | None) -> None:

@@ -78,7 +78,7 @@ def test_the_service_has_settings_that_exist_and_memory_that_suffices(
         if key.startswith("KVSTORE_"):
             monkeypatch.setenv(key, value.replace("/run/secrets/kvstore", str(tmp_path)))
     settings = load_settings({})
-    assert settings.credentials_file is not None and len(read_credentials(settings.credentials_file)) == 1
+    assert settings.credentials_file is not None and read_credentials(settings.credentials_file).num_tokens == 1
 
     pod = pod_of("DaemonSet", "kvstore")
     (container,) = pod["containers"]

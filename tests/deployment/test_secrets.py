@@ -76,5 +76,5 @@ def test_the_operator_has_a_token_of_its_own(tmp_path: Path) -> None:
     (folder / "credentials.toml").write_text(before.partition("\n[[")[0] + "\n")
     make_secrets(folder)
     credentials = read_credentials(folder / "credentials.toml")
-    assert len(credentials) == 2 and credentials.grant_of((folder / "metrics-token").read_text()) is not None
+    assert credentials.num_tokens == 2 and credentials.grant_of((folder / "metrics-token").read_text()) is not None
     assert credentials.grant_of(token.read_text()) is not None

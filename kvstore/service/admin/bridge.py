@@ -24,7 +24,7 @@ class Bridge:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def call(self, work: Callable[[], Coroutine[Any, Any, T]], *, deadline: Deadline) -> T:
@@ -38,7 +38,7 @@ class Bridge:
         async with deadline.scope("a piece of work in the service"), self._turns:
             coroutine = work()
             try:
-                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
             except RuntimeError as error:
                 coroutine.close()
                 raise Unavailable("the service is stopping") from error

@@ -16,6 +16,7 @@ from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess, Namespace
 from kvstore.service.admin.followers import Followers
 from kvstore.service.admin.job_board import JobBoard
+from kvstore.service.credentials import Grant
 from kvstore.service.history import History
 from kvstore.store.key_ring import Generation
 from kvstore.store.operations import StoreOperations
@@ -25,6 +26,10 @@ __all__ = ["AdminContext", "Context"]
 
 _CALL_S = 5.0
 _WALKS_AT_ONCE = 2
+
+
+def _any(_: Grant) -> bool:
+    return True
 
 
 def _plain_only(tenant: str) -> Sequence[Generation]:
@@ -48,6 +53,8 @@ class AdminContext:
         jobs: Long operations.
         walks: Turns of those who walk over many entries.
         followers: Who follows the events.
+        holds: Whether a grant is still in force; safe from any thread.
+        health_bridge: The way to the data loop for `/livez` and `/readyz`, which wait for nobody else's work.
     """
 
     bridge: Bridge
@@ -62,6 +69,8 @@ class AdminContext:
     jobs: JobBoard = field(default_factory=JobBoard)
     walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
     followers: Followers = field(default_factory=Followers)
+    holds: Callable[[Grant], bool] = _any
+    health_bridge: Bridge | None = None
 
     def soon(self, seconds: float = _CALL_S) -> Deadline:
         """When a call gives up."""

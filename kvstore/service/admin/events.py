@@ -26,7 +26,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["events"])
 
 _FOLLOW_S = 600.0
-"""Then a follower asks again, with `Last-Event-ID`: a token that was revoked meanwhile is refused."""
+"""Then a follower asks again, with `Last-Event-ID`. One whose token is revoked is ended at once."""
 _HEARTBEAT_S = 15.0
 _LOOK_S = 0.25
 _RETRY_MS = 2000
@@ -117,7 +117,8 @@ async def list_events(
     were dropped, settings and administrative actions that took effect. The last 256 of each kind are kept, in memory.
 
     A tenant is told of what is about its own namespaces, and that a tier went or came back. Followed, the answer begins
-    with what is kept, has a comment every 15 seconds, and ends after ten minutes, or when the service stops.
+    with what is kept, has a comment every 15 seconds, and ends after ten minutes, when the service stops, or within
+    seconds when the token is revoked.
     """
     after = int(last_event_id or 0)
     if not follow:
@@ -137,7 +138,7 @@ async def _follow(context: AdminContext, grant: Grant, after: int) -> AsyncItera
         end_s = beat_s + _FOLLOW_S
         looked_at = -1
         yield f"retry: {_RETRY_MS}\n\n"
-        while not context.is_stopping() and (now_s := SYSTEM_CLOCK.monotonic_s()) < end_s:
+        while not context.is_stopping() and (now_s := SYSTEM_CLOCK.monotonic_s()) < end_s and context.holds(grant):
             if (last := context.events.last) != looked_at:
                 for event in await _visible(context, grant, after):
                     shown = _shown(event, grant)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
+from collections import Counter
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -12,16 +14,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.log_context import RequestContext, request_context
-from kvstore.service.admin.access import Access, is_open
+from kvstore.service.admin.access import OPEN_PATHS, Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 
 __all__ = ["BODY_BYTES_MAX", "Gate"]
 
 BODY_BYTES_MAX = 4 << 20
 """The token ids of a prompt of some hundred thousand tokens."""
+_BODY_S = 30.0
+_REQUESTS_MAX, _REQUESTS_OF_ADDRESS_MAX = 128, 64
+_HEALTH_REQUESTS_MAX = 256
+"""Requests at a time. Those for the health of the service are counted apart: nobody keeps a supervisor out."""
 
 _audit = logging.getLogger("kvstore.audit")
 
+_HEALTH = "health"
+"""Where requests for `OPEN_PATHS` are counted; no address is called so."""
 _REQUEST_ID = b"x-request-id"
 _REQUEST_ID_FORM = re.compile("[A-Za-z0-9._:-]{1,64}")
 _LOOKS = ("GET", "HEAD", "OPTIONS")
@@ -69,6 +77,7 @@ class Gate:
         self._app = app
         self._access = access
         self._events = events
+        self._running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,8 +94,11 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, request_id.encode())]
             await send(message)
 
+        place = _HEALTH if scope["path"] in OPEN_PATHS else scope["client"][0] if scope.get("client") else ""
+        self._running[place] += 1
         try:
             try:
+                self._check_number(place)
                 if not is_open(scope["path"]):
                     grant = state["grant"] = self._access.admit(scope)
                     request_context.set(RequestContext(request=request_id, tenant=grant.tenant or ""))
@@ -96,9 +108,22 @@ class Gate:
                 return
             await self._app(scope, receive, watched)
         finally:
+            self._running[place] -= 1
+            if not self._running[place]:
+                del self._running[place]
             if scope["method"] not in _LOOKS and scope["path"] not in _ASKS:
                 _tell(scope, state, status)
                 self._tell_event(scope, state, status)
+
+    def _check_number(self, place: str) -> None:
+        """Refuse a request beyond the bounds of those that run at a time."""
+        others = self._running.total() - self._running[_HEALTH]
+        if place == _HEALTH:
+            is_too_many = self._running[place] > _HEALTH_REQUESTS_MAX
+        else:
+            is_too_many = others > _REQUESTS_MAX or self._running[place] > _REQUESTS_OF_ADDRESS_MAX
+        if is_too_many:
+            raise Refused(503, "too many requests run at a time: ask again", headers={"Retry-After": "1"})
 
     def _tell_event(self, scope: Scope, state: dict[str, Any], status: int) -> None:
         audit, grant = state.get("audit", {}), state.get("grant")
@@ -123,16 +148,24 @@ def _request_id(scope: Scope) -> str:
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:
-    """`receive`, which refuses more than the limit, whatever the sender said it would be."""
+    """`receive`, which refuses more than the limit, whatever the sender said it would be, and what comes too slowly."""
     refused = Refused(413, "the body is too large", field="body", expected=f"at most {BODY_BYTES_MAX} bytes")
     told = dict(scope["headers"]).get(b"content-length", b"0")
     if not told.isdigit() or int(told) > BODY_BYTES_MAX:
         raise refused
-    num_bytes = 0
+    num_bytes, is_whole = 0, False
+    ends_s = asyncio.get_running_loop().time() + _BODY_S
 
     async def counted() -> Message:
-        nonlocal num_bytes
-        message = await receive()
+        nonlocal num_bytes, is_whole
+        if is_whole:  # who asks now waits for the peer to leave
+            return await receive()
+        try:
+            async with asyncio.timeout_at(ends_s):
+                message = await receive()
+        except TimeoutError as error:
+            raise HTTPException(408, f"the body did not arrive within {_BODY_S:.0f} s") from error
+        is_whole = not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > BODY_BYTES_MAX:
             raise HTTPException(413, refused.problem.detail)  # the one kind that the framework passes on from here

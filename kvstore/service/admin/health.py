@@ -45,7 +45,7 @@ class Readiness(BaseModel):
 @router.get("/livez", responses=refusals(422, 503))
 async def livez(context: Context) -> Alive:
     """Whether the process should go on: the loop that answers engines runs. If not for long, restart it."""
-    await context.bridge.call(_nothing, deadline=context.soon(_ANSWER_S))
+    await (context.health_bridge or context.bridge).call(_nothing, deadline=context.soon(_ANSWER_S))
     return Alive()
 
 
@@ -67,7 +67,7 @@ async def readiness(context: AdminContext) -> Readiness:
     """As `/readyz` tells it."""
     deadline = context.soon(_ANSWER_S)
     try:
-        states = await context.bridge.call(
+        states = await (context.health_bridge or context.bridge).call(
             lambda: context.operations.tiers(deadline=deadline.earlier(_ANSWER_S / 2)), deadline=deadline
         )
     except Unavailable:

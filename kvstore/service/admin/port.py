@@ -44,7 +44,7 @@ def check_admin_listen(
     """
     if address is not None and address.tls and not has_certificate:
         raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
-    if address is not None and not credentials and not _is_loopback(address.host):
+    if address is not None and credentials is None and not _is_loopback(address.host):
         raise InvalidRequest(
             "an administration interface that others can reach needs tokens: name a credentials_file, or listen on "
             "127.0.0.1",

@@ -7,11 +7,9 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.compose_retention import open_job_book
 from kvstore.errors import KVStoreError
@@ -21,6 +19,7 @@ from kvstore.service.admin.access import Access
 from kvstore.service.admin.app import make_app
 from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
+from kvstore.service.admin.connections import AdminServer
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.admin.job_keeper import JobKeeper
@@ -35,7 +34,6 @@ _STOP_POLL_S = 0.1
 _GRACE_S = 2
 _TOTALS_POLL_S, _TOTALS_S, _TOTALS_SHARE = 1.0, 60.0, 0.01
 """Totals are wanted or not; read so often at most; the share of the time that reading them may take."""
-_CONNECTIONS_MAX = 128
 _HEAD_BYTES_MAX = 32 << 10
 
 
@@ -81,12 +79,13 @@ async def _serve_with(
     context = AdminContext(
         bridge, catalog, operations, service.server.describe, service.store.events, service.history, stop.is_set
     )
-    context = replace(context, jobs=jobs)
+    context = replace(context, jobs=jobs, health_bridge=Bridge(bridge.loop))
+    if service.credentials is not None:
+        context = replace(context, holds=service.credentials.holds)
     if isinstance(service.store, EncryptedStore):
         context = replace(context, generations=service.store.generations)
     config = uvicorn.Config(
         make_app(context, Access(service.credentials), service.store.events),
-        http=_protocol(tls),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -94,13 +93,11 @@ async def _serve_with(
         access_log=False,
         proxy_headers=False,  # who asks is who is connected
         server_header=False,
-        limit_concurrency=_CONNECTIONS_MAX,
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_HEAD_BYTES_MAX,
     )
     config.load()
-    config.ssl = tls.context if tls is not None else None  # ours: it takes up renewed certificates
-    http = uvicorn.Server(config)
+    http = AdminServer(config, tls)
     background = Background("administration")
     background.spawn(_stop_with(stop, http), "stop")
     background.spawn(_look_at_totals(context), "totals")
@@ -110,21 +107,6 @@ async def _serve_with(
         await background.aclose()
         await context.jobs.aclose()
         await catalog.aclose()
-
-
-def _protocol(tls: ServerTls | None) -> type[H11Protocol]:
-    if tls is None:
-        return H11Protocol
-    refresh = tls.refresh
-
-    class TlsProtocol(H11Protocol):
-        """Made for each peer, before it is shown anything."""
-
-        def __init__(self, *args: Any, **more: Any) -> None:
-            refresh()
-            super().__init__(*args, **more)
-
-    return TlsProtocol
 
 
 async def _look_at_totals(context: AdminContext) -> None:

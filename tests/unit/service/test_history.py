@@ -139,7 +139,8 @@ async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Pa
     path.write_text(path.read_text() + f'[[credential]]\ntenant = "blue"\ntoken_sha256 = "{"1" * 64}"\n')
     for text in ("", "wrong"):
         path.write_text(path.read_text() + text)
-        credentials.grant_of("anybody")
+        for _ in range(2):
+            credentials.look()
         await watcher.step()
     assert [(event.kind, event.detail.get("tokens")) for event in events.after(0)] == [
         (EventKind.SETTINGS, 2),

@@ -116,7 +116,7 @@ def test_credentials_file(tmp_path: Path) -> None:
     credentials = read_credentials(path)
     grants = [credentials.grant_of(token) for token in ("1", "2", "3", "4", "")]
     assert [grant and grant.tenant for grant in grants] == ["red", "red", "blue", None, None]
-    assert len(credentials) == 3
+    assert credentials.num_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -176,18 +176,48 @@ async def test_a_token_without_the_scope_may_not_save(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens come and go at once; a wrong file is said once and changes nothing until it is mended."""
+    """A change counts from the second look on that finds it; a file that cannot be used is said once for each change,
+    with what to do, and changes nothing until it is corrected; one without entries is good for nobody.
+    """
+
+    def looked() -> list[bool]:
+        return [credentials.look() for _ in range(4)]
+
     credentials = CredentialsFile(write(tmp_path, entry("red", "1")))
+    assert looked() == [False] * 4
     write(tmp_path, entry("red", "2"))
-    assert credentials.grant_of("1") is None
-    assert credentials.grant_of("2") is not None
-    path = write(tmp_path, "not toml")
-    assert all(credentials.grant_of("2") is not None for _ in range(3))
-    assert caplog.text.count("stay as they were") == 1
+    assert credentials.grant_of("1") is not None
+    assert looked() == [False, True, False, False]
+    assert credentials.grant_of("1") is None and credentials.grant_of("2") is not None
+    for text in ("not toml", "a = " + "[" * 100_000):
+        path = write(tmp_path, text)
+        caplog.clear()
+        assert looked() == [False] * 4 and credentials.grant_of("2") is not None
+        assert caplog.text.count("stay in force: correct it") == 1
     path.unlink()
-    assert credentials.grant_of("2") is not None
+    caplog.clear()
+    assert looked() == [False] * 4 and credentials.grant_of("2") is not None
+    assert caplog.text.count("No such file") == 1
     write(tmp_path, entry("blue", "3"))
-    assert credentials.grant_of("2") is None and len(credentials) == 1
+    assert looked() == [False, True, False, False]
+    assert credentials.grant_of("2") is None and credentials.num_tokens == 1
+    for text in ("", "# nobody", "credential = []"):
+        write(tmp_path, text)
+        caplog.clear()
+        assert looked() == [False, True, False, False]
+        assert credentials.grant_of("3") is None and credentials.num_tokens == 0
+        assert caplog.text.count("nobody is admitted by a token: add a [[credential]]") == 1
+
+
+def test_a_file_that_is_never_at_rest_changes_nothing(tmp_path: Path) -> None:
+    """It is rewritten in place again and again, and each look finds it empty or half written: what was read before
+    stays in force.
+    """
+    credentials = CredentialsFile(write(tmp_path, entry("red", "1")))
+    for number in range(200):
+        write(tmp_path, "" if number % 2 else "# " + "x" * number)
+        assert not credentials.look()
+        assert credentials.grant_of("1") is not None
 
 
 def test_credentials_that_others_may_write(tmp_path: Path) -> None:
