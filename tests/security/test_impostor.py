@@ -183,7 +183,7 @@ async def _over_the_byte_path(url: str) -> None:
 async def _over_the_control_client(url: str) -> None:
     from redis.exceptions import RedisClusterException, RedisError
 
-    async with open_control(parse_redis(url)) as client, asyncio.timeout(10):
+    async with open_control(parse_redis(url)) as client, asyncio.timeout(3):
         with suppress(RedisError, RedisClusterException, OSError):
             await client.get("c1/namespaces")
 
