@@ -11,7 +11,7 @@ from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingLog
 from kvstore.compose_retention import open_orders, open_retention
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
@@ -347,6 +347,9 @@ async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
     tier = guarded.inner
     try:
         note = await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_PROBE_S, clock))
+        check_store_version(note, tier.name)
+    except UnsupportedFormat:
+        raise
     except KVStoreError as error:
         _log.warning(
             "tier is not reachable, starting without it; check that %s is running and may be used from here, "
@@ -358,7 +361,6 @@ async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
         if isinstance(error, Unavailable):
             guarded.leave_alone(str(error))
         return
-    check_store_version(note, tier.name)
     try:
         for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, clock)):
             _log.warning("tier %s: %s: %s", tier.name, concern.severity.value, concern)

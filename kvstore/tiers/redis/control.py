@@ -15,7 +15,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError, RedisError
 
-from kvstore.errors import UnsupportedFormat
+from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.names import manifest_name
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.background import Background
@@ -102,7 +102,7 @@ async def _greet(connection: AbstractConnection) -> None:
     note = await connection.read_response(disable_decoding=True)
     try:
         check_store_version(note if isinstance(note, bytes) else None, "redis")
-    except UnsupportedFormat as error:
+    except (UnsupportedFormat, Unavailable) as error:
         raise ConnectionError(str(error)) from error
 
 
