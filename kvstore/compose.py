@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from kvstore.catalog.base import Catalog
+from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending_base import PendingLog
 from kvstore.compose_retention import open_orders, open_retention
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
@@ -73,19 +73,20 @@ async def open_store(
         guard = partial(_guarded, stack=stack, clock=clock, meters=meters, events=events, tracing=tracing)
         hot = await guard(await _open_hot(settings.hot, settings), settings.hot)
         cold = await guard(await _open_cold(settings.cold, settings, meters), settings.cold)
-        pending = await _open_pending(settings, stack, clock)
-        recorder = await _open_recorder(settings, stack, meters, clock)
+        # while the hot tier is left alone, nothing else is asked of its server either
+        gate = hot.check_used if hot is not None else None
+        pending = await _open_pending(settings, stack, clock, gate)
+        recorder = await _open_recorder(settings, stack, meters, clock, gate)
         if recorder is not None:
             await _look_at_catalog(recorder, hot, cold, stack, meters=meters, clock=clock)
-        orders = await open_orders(settings, recorder, stack, meters=meters, clock=clock)
-        bounds = await open_retention(settings, recorder, cold, stack, orders=orders, meters=meters, clock=clock)
-        if recorder is not None:
-            hot = CataloguedTier(hot, Level.HOT, recorder) if hot is not None else None
-            cold = CataloguedTier(cold, Level.COLD, recorder, bounds.room) if cold is not None else None
+        orders = await open_orders(settings, recorder, stack, meters=meters, clock=clock, gate=gate)
+        bounds = await open_retention(
+            settings, recorder, cold, stack, orders=orders, meters=meters, clock=clock, gate=gate
+        )
         store = TieredStore(
             memory,
-            hot,
-            cold,
+            hot if hot is None or recorder is None else CataloguedTier(hot, Level.HOT, recorder),
+            cold if cold is None or recorder is None else CataloguedTier(cold, Level.COLD, recorder, bounds.room),
             pending=pending,
             recorder=recorder,
             choice=bounds.choice,
@@ -159,7 +160,7 @@ async def _guarded(
     meters: Meters,
     events: Events,
     tracing: Tracing | None,
-) -> Tier | None:
+) -> GuardedTier | None:
     """Put the guard around a tier that was just opened, and see whether it answers."""
     if tier is None:
         return None
@@ -187,15 +188,17 @@ async def _open_cold(location: ColdLocation, settings: Settings, meters: Meters)
             return await _s3(location, meters)
 
 
-async def _open_pending(settings: Settings, stack: AsyncExitStack, clock: Clock) -> PendingLog | None:
+async def _open_pending(
+    settings: Settings, stack: AsyncExitStack, clock: Clock, gate: Gate | None
+) -> PendingLog | None:
     """Where write-backs are recorded: beside the records that another process can find after a crash of ours."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, FileLocation() | S3Location() as cold:
             from kvstore.catalog.pending_redis import RedisPendingLog
             from kvstore.tiers.redis import open_control
 
-            client = await stack.enter_async_context(open_control(hot))
-            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s)
+            client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
+            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.pending_sqlite import SqlitePendingLog
 
@@ -206,12 +209,14 @@ async def _open_pending(settings: Settings, stack: AsyncExitStack, clock: Clock)
             return None
 
 
-async def _open_recorder(settings: Settings, stack: AsyncExitStack, meters: Meters, clock: Clock) -> Recorder | None:
+async def _open_recorder(
+    settings: Settings, stack: AsyncExitStack, meters: Meters, clock: Clock, gate: Gate | None
+) -> Recorder | None:
     """The way to the catalog: in the hot Redis, where there is one, or beside the records of a directory."""
     if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
         return None
     try:
-        catalog = await stack.enter_async_context(open_catalog(settings, clock=clock))
+        catalog = await stack.enter_async_context(open_catalog(settings, clock=clock, gate=gate))
     except Unavailable as error:
         _log.warning("going on without a catalog, so the directory drops its oldest records one by one: %s", error)
         return None
@@ -261,9 +266,15 @@ async def _look_at_catalog(
 
 @asynccontextmanager
 async def open_catalog(
-    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False
+    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False, gate: Gate | None = None
 ) -> AsyncIterator[Catalog]:
     """The catalog of the settings' tiers: in the hot Redis, or in a file, also as a guest of whoever keeps that one.
+
+    Args:
+        settings: Where it is.
+        clock: For first and last use.
+        is_guest: Another process owns the directory.
+        gate: Asked before each call to Redis; raises `Unavailable` while nothing may be asked of it.
 
     Raises:
         InvalidRequest: There is neither.
@@ -274,8 +285,8 @@ async def open_catalog(
             from kvstore.catalog.redis import RedisCatalog
             from kvstore.tiers.redis import open_control
 
-            async with open_control(hot) as client:
-                yield RedisCatalog(client, clock=clock)
+            async with open_control(hot, refuses_newer=gate is not None) as client:
+                yield RedisCatalog(client, clock=clock, gate=gate)
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite import SqliteCatalog
 
@@ -336,6 +347,9 @@ async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
     tier = guarded.inner
     try:
         note = await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_PROBE_S, clock))
+        check_store_version(note, tier.name)
+    except UnsupportedFormat:
+        raise
     except KVStoreError as error:
         _log.warning(
             "tier is not reachable, starting without it; check that %s is running and may be used from here, "
@@ -347,7 +361,6 @@ async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
         if isinstance(error, Unavailable):
             guarded.leave_alone(str(error))
         return
-    check_store_version(note, tier.name)
     try:
         for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, clock)):
             _log.warning("tier %s: %s: %s", tier.name, concern.severity.value, concern)

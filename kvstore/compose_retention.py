@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from kvstore.catalog.base import Gate
 from kvstore.catalog.books import JOBS, ORDERS, Book, FileBook
 from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership, SoleOwnership
@@ -58,6 +59,7 @@ async def open_retention(
     orders: StandingOrders | None = None,
     meters: Meters,
     clock: Clock,
+    gate: Gate | None = None,
 ) -> Bounds:
     """Keep the cold tier within its bounds in the background; it is deleted from behind the catalog's back, which
     retention tells itself.
@@ -89,7 +91,7 @@ async def open_retention(
         cold,
         Level.COLD,
         recorder.catalog,
-        await open_ownership(settings, stack, lease_s=_OWNER_LEASE_S),
+        await open_ownership(settings, stack, lease_s=_OWNER_LEASE_S, gate=gate),
         rules,
         choice=choice,
         meters=meters,
@@ -124,7 +126,13 @@ def _rules(settings: Settings, budget_bytes: int | None, *, is_private: bool) ->
 
 
 async def open_orders(
-    settings: Settings, recorder: Recorder | None, stack: AsyncExitStack, *, meters: Meters, clock: Clock
+    settings: Settings,
+    recorder: Recorder | None,
+    stack: AsyncExitStack,
+    *,
+    meters: Meters,
+    clock: Clock,
+    gate: Gate | None = None,
 ) -> StandingOrders | None:
     """What operators have ordered, as far as it is written down beside the catalog; `None`: there is no catalog."""
     book: Book
@@ -135,7 +143,9 @@ async def open_orders(
             from kvstore.catalog.redis_books import RedisBook
             from kvstore.tiers.redis import open_control
 
-            book = RedisBook(await stack.enter_async_context(open_control(hot)), ORDERS)
+            book = RedisBook(
+                await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None)), ORDERS, gate=gate
+            )
         case _, FileLocation() as cold:
             book = FileBook(cold.path, ORDERS)
         case _:
@@ -185,15 +195,17 @@ def _choice(settings: Settings, admission: ColdAdmission | None) -> PolicyChoice
     return AutoChoice(candidates, admission) if len(candidates) > 1 else FixedChoice(candidates[0], admission)
 
 
-async def open_ownership(settings: Settings, stack: AsyncExitStack, *, lease_s: float) -> Ownership:
+async def open_ownership(
+    settings: Settings, stack: AsyncExitStack, *, lease_s: float, gate: Gate | None = None
+) -> Ownership:
     """Whoever owns a directory owns all in it; what is shared is owned by lease."""
     if not isinstance(settings.hot, RedisLocation):
         return SoleOwnership()
     from kvstore.catalog.ownership_redis import RedisOwnership
     from kvstore.tiers.redis import open_control
 
-    client = await stack.enter_async_context(open_control(settings.hot))
-    return RedisOwnership(client, lease_s=lease_s)
+    client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))
+    return RedisOwnership(client, lease_s=lease_s, gate=gate)
 
 
 async def _cold_budget_bytes(settings: Settings, directory: Tier, clock: Clock) -> int | None:

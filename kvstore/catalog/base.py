@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -18,6 +18,7 @@ __all__ = [
     "Addition",
     "BoundaryEntry",
     "Catalog",
+    "Gate",
     "LeaveReason",
     "Leaving",
     "LevelTotals",
@@ -27,6 +28,9 @@ __all__ = [
     "Tombstone",
     "Use",
 ]
+
+Gate = Callable[[], None]
+"""Asked before each call to a shared server; raises `Unavailable` while nothing may be asked of it."""
 
 
 class LeaveReason(IntEnum):

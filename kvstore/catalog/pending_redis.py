@@ -10,6 +10,9 @@ change them together on a Cluster too:
 
 Leases are measured on the server's clock, so the services' clocks need not agree. None of the keys has a TTL, so that
 no `volatile-*` policy evicts one.
+
+What is damaged is repaired by the script that finds it, since every later write to its shard would fail on it too. A
+key of another type is removed, and an entry that cannot be read. A lost due time is set anew. Bytes are counted again.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import asyncio
 import hashlib
 import secrets
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from copy import copy
 from typing import Any, TypeVar, cast
 
-from redis.exceptions import OutOfMemoryError, RedisError
-
+from kvstore.catalog.base import Gate
 from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.redis_nodes import NoRoom, RedisNodes
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -45,6 +48,42 @@ _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] /
 # Scripts that free memory, or take no more of it, also run on a full server: otherwise it could never drain.
 _ALWAYS = "#!lua flags=allow-oom\n"
 
+_WHOLE = """
+for at, kind in ipairs({'zset', 'hash', 'string'}) do
+  local seen = redis.call('TYPE', KEYS[at]).ok
+  if seen ~= kind and seen ~= 'none' then redis.call('DEL', KEYS[at]) end
+end
+if redis.call('HLEN', KEYS[2]) > redis.call('ZCARD', KEYS[1]) then
+  for _, member in ipairs(redis.call('HKEYS', KEYS[2])) do redis.call('ZADD', KEYS[1], 'NX', now, member) end
+end
+local function size_of(member, facts)
+  if #member ~= 52 or #facts < 28 or #facts % 16 ~= 12 then return nil end
+  local size = struct.unpack('<I8', string.sub(facts, 17, 24))
+  if size > 2 ^ 40 then return nil end
+  return size
+end
+local function facts_of(member)
+  local facts = redis.call('HGET', KEYS[2], member)
+  if facts and not size_of(member, facts) then
+    redis.call('HDEL', KEYS[2], member)
+    redis.call('ZREM', KEYS[1], member)
+    facts = false
+  end
+  return facts
+end
+local function counted()
+  local bytes, all = 0, redis.call('HGETALL', KEYS[2])
+  for at = 1, #all, 2 do bytes = bytes + (size_of(all[at], all[at + 1]) or 0) end
+  redis.call('SET', KEYS[3], string.format('%d', bytes))
+  return bytes
+end
+local function grow(bytes)
+  if bytes == 0 then return end
+  local sum = redis.pcall('INCRBY', KEYS[3], string.format('%d', bytes))
+  if type(sum) ~= 'number' or sum < 0 or redis.call('HLEN', KEYS[2]) == 0 then counted() end
+end
+"""
+
 # `nobody` among the owners marks an entry that one of them has released.
 _OWNERS = """
 local nobody = string.rep('\\0', 16)
@@ -64,12 +103,13 @@ end
 
 _ADD = (
     _NOW
+    + _WHOLE
     + _OWNERS
     + """
 local grown = 0
 for i = 2, #ARGV, 3 do
   local facts = ARGV[i + 1]
-  local before = redis.call('HGET', KEYS[2], ARGV[i])
+  local before = facts_of(ARGV[i])
   if before then
     grown = grown - struct.unpack('<I8', string.sub(before, 17, 24))
     facts = facts .. without(owners_of(before), string.sub(facts, 1, 16))
@@ -78,7 +118,7 @@ for i = 2, #ARGV, 3 do
   redis.call('ZADD', KEYS[1], 'GT', now + ARGV[1], ARGV[i])
   grown = grown + ARGV[i + 2]
 end
-if grown ~= 0 then redis.call('INCRBY', KEYS[3], string.format('%d', grown)) end
+grow(grown)
 return 1
 """
 )
@@ -86,11 +126,12 @@ return 1
 _RENEW = (
     _ALWAYS
     + _NOW
+    + _WHOLE
     + _OWNERS
     + """
 local answers = {}
 for i = 3, #ARGV do
-  local facts = redis.call('HGET', KEYS[2], ARGV[i])
+  local facts = facts_of(ARGV[i])
   local owners = facts and owners_of(facts) or ''
   if #without(owners, ARGV[1]) < #owners then
     redis.call('ZADD', KEYS[1], 'XX', 'GT', now + ARGV[2], ARGV[i])
@@ -106,11 +147,12 @@ return answers
 _FINISH = (
     _ALWAYS
     + _NOW
+    + _WHOLE
     + _OWNERS
     + """
 local removed = 0
 for i = 2, #ARGV do
-  local facts = redis.call('HGET', KEYS[2], ARGV[i])
+  local facts = facts_of(ARGV[i])
   local owners = facts and owners_of(facts) or ''
   local others = without(owners, ARGV[1])
   if #others < #owners then
@@ -124,7 +166,7 @@ for i = 2, #ARGV do
     end
   end
 end
-if removed > 0 then redis.call('DECRBY', KEYS[3], string.format('%d', removed)) end
+grow(-removed)
 return 1
 """
 )
@@ -132,10 +174,11 @@ return 1
 _RELEASE = (
     _ALWAYS
     + _NOW
+    + _WHOLE
     + _OWNERS
     + """
 for i = 2, #ARGV do
-  local facts = redis.call('HGET', KEYS[2], ARGV[i])
+  local facts = facts_of(ARGV[i])
   local owners = facts and owners_of(facts) or ''
   local others = without(owners, ARGV[1])
   if #others < #owners then
@@ -151,11 +194,12 @@ return 1
 _CLAIM = (
     _ALWAYS
     + _NOW
+    + _WHOLE
     + """
 local members = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])
 local answers = {}
 for _, member in ipairs(members) do
-  local facts = redis.call('HGET', KEYS[2], member)
+  local facts = facts_of(member)
   if facts then
     facts = ARGV[1] .. string.sub(facts, 17, 28)
     redis.call('HSET', KEYS[2], member, facts)
@@ -171,6 +215,19 @@ return answers
 )
 
 
+_TOTALS = (
+    _ALWAYS
+    + _NOW
+    + _WHOLE
+    + """
+local text = redis.call('GET', KEYS[3]) or '0'
+local bytes = tonumber(text)
+if not string.match(text, '^%d+$') or bytes > 2 ^ 53 then bytes = counted() end
+return {redis.call('ZCARD', KEYS[1]), bytes}
+"""
+)
+
+
 class RedisPendingLog(PendingLog):
     """Entries in Redis.
 
@@ -178,14 +235,14 @@ class RedisPendingLog(PendingLog):
         client: A `redis.asyncio.Redis` or `RedisCluster` that answers in `bytes`; the caller closes it.
         scope: Identifies the cold tier: services with the same scope can finish each other's entries.
         lease_s: Seconds that a lease lasts. The longer, the longer a dead service's records are in Redis alone.
+        gate: Asked before each call; `None`: calls are always allowed.
     """
 
-    def __init__(self, client: Any, scope: str, *, lease_s: float) -> None:
-        self._client = client
+    def __init__(self, client: Any, scope: str, *, lease_s: float, gate: Gate | None = None) -> None:
+        self._nodes = RedisNodes(client, "the list of pending writes", gate=gate, calls_max=_CALLS_MAX)
         self._root = f"kvstore:pending:{hashlib.sha256(scope.encode()).hexdigest()[:12]}"
         self._owner = _new_owner()
         self._lease_s = lease_s
-        self._calls = asyncio.Semaphore(_CALLS_MAX)
         self._next_shard = self._owner[0] % NUM_SHARDS
 
     @property
@@ -202,62 +259,54 @@ class RedisPendingLog(PendingLog):
         for entry in entries:
             facts = _FACTS.pack(self._owner, entry.num_bytes, entry.stop_tokens)
             by_shard.setdefault(_shard(entry.key), []).extend((pack_key(entry.key), facts, entry.num_bytes))
-        calls = [self._run(_ADD, shard, self._lease_ms, *values) for shard, values in by_shard.items()]
+        calls = [self._run(_ADD, shard, deadline, self._lease_ms, *values) for shard, values in by_shard.items()]
         try:
-            await _all(calls, deadline, "writing pending entries")
-        except _NoRoom:
+            await _all(calls)
+        except NoRoom:
             return False
         return True
 
     async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
         by_shard = _by_shard(keys)
         calls = [
-            self._run(_RENEW, shard, self._owner, self._lease_ms, *map(pack_key, of_shard))
+            self._run(_RENEW, shard, deadline, self._owner, self._lease_ms, *map(pack_key, of_shard))
             for shard, of_shard in by_shard.items()
         ]
-        replies = await _all(calls, deadline, "renewing pending entries")
+        replies = await _all(calls)
         owners: dict[RecordKey, int] = {}
         for of_shard, reply in zip(by_shard.values(), replies, strict=True):
-            owners.update(zip(of_shard, cast("list[int]", reply), strict=True))
+            owners.update(zip(of_shard, _listed(reply, int, len(of_shard)), strict=True))
         return [owners[key] for key in keys]
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._leave(_FINISH, keys, deadline, "removing pending entries")
+        await self._leave(_FINISH, keys, deadline)
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._leave(_RELEASE, keys, deadline, "giving pending entries back")
+        await self._leave(_RELEASE, keys, deadline)
 
-    async def _leave(self, script: str, keys: Sequence[RecordKey], deadline: Deadline, what: str) -> None:
+    async def _leave(self, script: str, keys: Sequence[RecordKey], deadline: Deadline) -> None:
         by_shard = _by_shard(keys)
-        calls = [self._run(script, shard, self._owner, *map(pack_key, keys)) for shard, keys in by_shard.items()]
-        await _all(calls, deadline, what)
+        await _all(
+            [self._run(script, shard, deadline, self._owner, *map(pack_key, keys)) for shard, keys in by_shard.items()]
+        )
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
         """Visits one shard after the other, starting where the last call ended, so that none is always served last."""
         claimed: list[PendingEntry] = []
-        async with deadline.scope("claiming pending entries"):
-            for _ in range(NUM_SHARDS):
-                shard = self._next_shard
-                room = limit - len(claimed)
-                reply = cast("list[bytes]", await self._run(_CLAIM, shard, self._owner, self._lease_ms, room))
-                claimed += [_entry(*pair) for pair in zip(reply[::2], reply[1::2], strict=True)]
-                if len(claimed) >= limit:
-                    break
-                self._next_shard = (shard + 1) % NUM_SHARDS
+        for _ in range(NUM_SHARDS):
+            shard = self._next_shard
+            room = limit - len(claimed)
+            reply = _listed(await self._run(_CLAIM, shard, deadline, self._owner, self._lease_ms, room), bytes)
+            claimed += [_entry(*pair) for pair in zip(reply[::2], reply[1::2], strict=False)]
+            if len(claimed) >= limit:
+                break
+            self._next_shard = (shard + 1) % NUM_SHARDS
         return sorted(claimed, key=lambda entry: entry.stop_tokens)
 
     async def totals(self, *, deadline: Deadline) -> PendingTotals:
-        num_records = num_bytes = 0
-        calls = [self._shard_totals(shard) for shard in range(NUM_SHARDS)]
-        for count, shard_bytes in await _all(calls, deadline, "counting pending entries"):
-            num_records += count
-            num_bytes += shard_bytes
-        return PendingTotals(num_records, num_bytes)
-
-    async def _shard_totals(self, shard: int) -> tuple[int, int]:
-        due, _, total = self._keys(shard)
-        count = await self._call(lambda: self._client.zcard(due))
-        return int(count), int(await self._call(lambda: self._client.get(total)) or 0)
+        replies = await _all([self._run(_TOTALS, shard, deadline) for shard in range(NUM_SHARDS)])
+        pairs = [_listed(reply, int, 2) for reply in replies]
+        return PendingTotals(sum(count for count, _ in pairs), sum(num_bytes for _, num_bytes in pairs))
 
     async def aclose(self) -> None:
         """Does nothing: the caller closes the client."""
@@ -270,31 +319,29 @@ class RedisPendingLog(PendingLog):
         tag = f"{self._root}:{{p{shard}}}"
         return f"{tag}:due", f"{tag}:entry", f"{tag}:bytes"
 
-    async def _run(self, script: str, shard: int, *arguments: bytes | int) -> object:
-        return await self._call(lambda: self._client.eval(script, 3, *self._keys(shard), *arguments))
-
-    async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        async with self._calls:
-            try:
-                return await call()
-            except OutOfMemoryError as error:
-                raise _NoRoom("Redis has no memory left: raise maxmemory, or choose a volatile-* policy") from error
-            except (RedisError, OSError, TimeoutError) as error:
-                raise Unavailable("Redis refused pending entries: check the server", error=error) from error
+    async def _run(self, script: str, shard: int, deadline: Deadline, *arguments: bytes | int) -> object:
+        return await self._nodes.one(("EVAL", script, 3, *self._keys(shard), *arguments), deadline=deadline)
 
 
-class _NoRoom(Unavailable):
-    """The server is at its memory limit."""
-
-
-async def _all(calls: Sequence[Awaitable[T]], deadline: Deadline, what: str) -> list[T]:
+async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
     """All answers; raises the first error once every call has ended."""
-    async with deadline.scope(what):
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
     return cast("list[T]", answers)
+
+
+def _listed(reply: object, kind: type[T], num_items: int | None = None) -> list[T]:
+    """A script's list of integers or texts.
+
+    Raises:
+        Unavailable: Redis answered something else.
+    """
+    is_whole = isinstance(reply, list) and all(isinstance(item, kind) for item in reply)
+    if not is_whole or (num_items is not None and len(cast("list[T]", reply)) != num_items):
+        raise Unavailable("Redis did not answer as it should: check its address", seen=repr(reply)[:80])
+    return cast("list[T]", reply)
 
 
 def _new_owner() -> bytes:

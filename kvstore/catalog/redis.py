@@ -12,6 +12,7 @@ from kvstore.catalog.base import (
     Addition,
     BoundaryEntry,
     Catalog,
+    Gate,
     LeaveReason,
     Leaving,
     NamespaceTotals,
@@ -24,14 +25,15 @@ from kvstore.catalog.changes import entry_of, packed_with
 from kvstore.catalog.entry import EntryShape, EntryTable, Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.catalog.ownership_redis import RedisOwnership
-from kvstore.catalog.redis_nodes import Argument, Command, RedisNodes
+from kvstore.catalog.redis_nodes import RedisNodes
+from kvstore.catalog.redis_replies import Argument, Command
 from kvstore.catalog.redis_scripts import ADD, FINISH, OBSERVE, PIN, REMOVE, START, STOP, USE, Script
 from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
 from kvstore.catalog.redis_values import add_item, hash_items, parse_tombstone, parse_totals, remove_item, sum_totals
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name, manifest_name, namespace_root
-from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -56,11 +58,14 @@ class RedisCatalog(Catalog):
     Args:
         client: Answers in `bytes`; the caller closes it.
         clock: For first and last use.
+        gate: Asked before each call; `None`: calls are always allowed.
     """
 
-    def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._nodes = RedisNodes(client)
+    def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK, gate: Gate | None = None) -> None:
+        self._nodes = RedisNodes(client, gate=gate)
+        self._gate = gate
         self._clock = clock
+        self._repairs_told = 0
         self._shapes: dict[NamespaceId, EntryShape] = {}
         self._tenants: dict[NamespaceId, str] = {}
         self._closed = False
@@ -102,7 +107,11 @@ class RedisCatalog(Catalog):
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         self._check_open()
         found = hash_items(await self._nodes.one(("HGETALL", _NAMESPACES), deadline=deadline))
-        return {NamespaceId(namespace): tenant.decode() for namespace, tenant in found}
+        return {
+            NamespaceId(namespace): tenant.decode(errors="replace")
+            for namespace, tenant in found
+            if len(namespace) == NAMESPACE_BYTES  # anything else is damaged, and nobody's
+        }
 
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
         tenants = await self.namespaces(deadline=deadline)
@@ -113,7 +122,8 @@ class RedisCatalog(Catalog):
         self._check_open()
         kept = min(limit, self._tombstones_kept())
         replies = await self._everywhere(lambda tag: ("LRANGE", _tombstones(tag), 0, kept - 1), deadline)
-        found = [parse_tombstone(packed) for reply in replies for packed in reply]
+        read = [parse_tombstone(packed) for reply in replies for packed in reply]
+        found = [tombstone for tombstone in read if tombstone is not None]
         return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
 
     # changes
@@ -262,7 +272,7 @@ class RedisCatalog(Catalog):
 
     def ownership(self, lease_s: float) -> Ownership:
         """Leases among the services that share this Redis."""
-        return RedisOwnership(self._nodes.client, lease_s=lease_s)
+        return RedisOwnership(self._nodes.client, lease_s=lease_s, gate=self._gate)
 
     async def note(self, name: str, text: str, *, deadline: Deadline) -> None:
         """Store a text for other services."""
@@ -273,7 +283,7 @@ class RedisCatalog(Catalog):
         """The text that was stored last under a name."""
         self._check_open()
         text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
-        return None if text is None else bytes(text).decode()
+        return None if text is None else bytes(text).decode(errors="replace")
 
     async def clear(self, *, deadline: Deadline) -> None:
         await self.set_complete(False, deadline=deadline)
@@ -339,7 +349,14 @@ class RedisCatalog(Catalog):
                 slots[slot].append(command)
             found = await self._nodes.run(slots, deadline=deadline)
             replies += [found[slot][index] for slot, index in places]
+        await self._tell_repairs(deadline)
         return replies
+
+    async def _tell_repairs(self, deadline: Deadline) -> None:
+        """Mark the catalog as not complete once something damaged was removed: it lacks what stood there."""
+        if (repaired := self._nodes.num_repaired) != self._repairs_told:
+            await self.set_complete(False, deadline=deadline)
+            self._repairs_told = repaired
 
     async def _everywhere(self, command: Any, deadline: Deadline) -> list[Any]:
         """Run a command on the totals or tombstones of every slot."""

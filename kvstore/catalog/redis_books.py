@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from redis.exceptions import RedisError
-
+from kvstore.catalog.base import Gate
 from kvstore.catalog.books import Book, BookKind
+from kvstore.catalog.redis_nodes import RedisNodes
 from kvstore.catalog.redis_values import hash_items
-from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
 __all__ = ["RedisBook"]
@@ -21,13 +20,14 @@ class RedisBook(Book):
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster` that answers in `bytes`; the caller closes it.
         kind: What it is for.
+        gate: Asked before each call; `None`: calls are always allowed.
     """
 
     is_shared = True
 
-    def __init__(self, client: Any, kind: BookKind) -> None:
+    def __init__(self, client: Any, kind: BookKind, *, gate: Gate | None = None) -> None:
         super().__init__(kind)
-        self._client = client
+        self._nodes = RedisNodes(client, f"the list of {kind.name}", gate=gate)
 
     async def read(self, *, deadline: Deadline) -> Mapping[str, str]:
         found = hash_items(await self._ask("HGETALL", deadline=deadline))
@@ -44,9 +44,4 @@ class RedisBook(Book):
             await self._ask("HDEL", *names, deadline=deadline)
 
     async def _ask(self, verb: str, *arguments: str, deadline: Deadline) -> Any:
-        try:
-            async with deadline.scope(f"asking Redis for the {self.kind.name}"):
-                return await self._client.execute_command(verb, f"c1/{self.kind.name}", *arguments)
-        except (RedisError, OSError, TimeoutError) as error:
-            told = f"Redis did not answer for the {self.kind.name}: check the server"
-            raise Unavailable(told, error=error) from error
+        return await self._nodes.one((verb, f"c1/{self.kind.name}", *arguments), deadline=deadline)

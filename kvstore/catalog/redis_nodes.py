@@ -1,8 +1,10 @@
-"""Many small commands to a Redis, or to all nodes of a cluster: one round trip per node."""
+"""Many small commands to a Redis, or to all nodes of a cluster: one round trip per node. All that the catalog, books,
+leases and pending writes ask of Redis goes through here, so that its errors and strange answers are handled once."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,20 +18,24 @@ from redis.exceptions import (
     MovedError,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TryAgainError,
 )
 
+from kvstore.catalog.base import Gate
 from kvstore.catalog.cursors import numbers_of_cursor
-from kvstore.catalog.redis_scripts import ALL
+from kvstore.catalog.redis_replies import Command, check_reply, keys_of
+from kvstore.catalog.redis_scripts import ALL, DAMAGED
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Argument", "Command", "RedisNodes"]
+__all__ = ["NoRoom", "RedisNodes"]
 
-Argument = bytes | str | int
-Command = Sequence[Argument]
+_log = logging.getLogger(__name__)
+
 
 _CALLS_MAX = 24
 """Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
@@ -40,16 +46,42 @@ _RESOLVED_BY_CLIENT = (MovedError, AskError, TryAgainError, ConnectionError)
 """Errors that the client resolves itself when a command is sent again: a slot that moved, a primary that died."""
 
 
+_NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
+"""What redis-py raises on answers that it cannot convert."""
+
+
+class NoRoom(Unavailable):
+    """The server is at its memory limit."""
+
+
 class RedisNodes:
-    """Sends each command to the node of its slot. Redis errors become `Unavailable` here.
+    """Sends each command to the node of its slot. Errors of Redis, and answers that the command cannot have, become
+    `Unavailable` here. A key of ours that is damaged is removed, and the command sent again: what stood in it can be
+    rebuilt, and nobody could write to it any more.
 
     Args:
         client: Answers in `bytes`; the caller closes it.
+        what: What is kept there, for messages.
+        gate: Asked before each call; `None`: calls are always allowed.
+        calls_max: Connections in use at a time, over all nodes. A client's pool must have more.
+
+    Attributes:
+        num_repaired: Damaged keys that were removed.
     """
 
-    def __init__(self, client: Redis | RedisCluster) -> None:
+    def __init__(
+        self,
+        client: Redis | RedisCluster,
+        what: str = "the catalog",
+        *,
+        gate: Gate | None = None,
+        calls_max: int = _CALLS_MAX,
+    ) -> None:
         self.client = client
-        self._calls = asyncio.Semaphore(_CALLS_MAX)
+        self.num_repaired = 0
+        self._what = what
+        self._gate = gate
+        self._calls = asyncio.Semaphore(calls_max)
         self.is_cluster = isinstance(client, RedisCluster)
         self._position = (0, 0)  # where `next_names` continues: number of a node, and its cursor
 
@@ -65,8 +97,8 @@ class RedisNodes:
 
         If cancelled, what was sent may still be executed.
         """
-        with _translated():
-            async with deadline.scope("asking the catalog in Redis"):
+        with self._asking():
+            async with deadline.scope(f"asking Redis for {self._what}"):
                 if not self.is_cluster:
                     return await self._on_node(None, commands)
                 cluster = cast(RedisCluster, self.client)
@@ -79,20 +111,32 @@ class RedisNodes:
 
     async def one(self, command: Command, *, deadline: Deadline) -> Any:
         """Run one command whose key need not share a slot with others."""
-        with _translated():
-            async with deadline.scope("asking the catalog in Redis"), self._calls:
-                return await cast(Awaitable[Any], self.client.execute_command(*command))
+        with self._asking():
+            async with deadline.scope(f"asking Redis for {self._what}"):
+                try:
+                    reply = await self._execute(command)
+                except ResponseError as error:
+                    if not await self._repair(command, error):
+                        raise
+                    reply = await self._execute(command)
+                check_reply(command, reply)
+                return reply
+
+    async def _execute(self, command: Command) -> Any:
+        """Send one command through the client, which finds its node."""
+        async with self._calls:
+            return await cast(Awaitable[Any], self.client.execute_command(*command))
 
     async def scan(self, pattern: str, *, count: int, deadline_s: float) -> AsyncIterator[list[bytes]]:
         """Yield batches of names that match a pattern, over all nodes; a name may come twice."""
-        with _translated():
+        with self._asking():
             nodes = await self._primaries()
         for node in nodes:
             cursor: int | bytes = 0
             while True:
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", count)
-                with _translated():
-                    async with Deadline.after(deadline_s).scope("scanning the catalog in Redis"):
+                with self._asking():
+                    async with Deadline.after(deadline_s).scope("scanning the names in Redis"):
                         ((cursor, names),) = await self._exchange(node, [command], strict=True)
                 if names:
                     yield names
@@ -108,8 +152,8 @@ class RedisNodes:
         Raises:
             InvalidRequest: Not a cursor, or the number of nodes has changed since.
         """
-        with _translated():
-            async with deadline.scope("scanning the catalog in Redis"):
+        with self._asking():
+            async with deadline.scope("scanning the names in Redis"):
                 nodes = sorted(await self._primaries(), key=lambda node: "" if node is None else str(node.name))
                 index, place = numbers_of_cursor(cursor, len(nodes))
                 command = ("SCAN", place, "MATCH", pattern, "COUNT", count)
@@ -120,13 +164,35 @@ class RedisNodes:
     async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
         """About `count` names of any kind. Each call continues where the last one ended, and starts over at the end."""
         number, cursor = self._position
-        with _translated():
-            async with deadline.scope("scanning the catalog in Redis"):
+        with self._asking():
+            async with deadline.scope("scanning the names in Redis"):
                 nodes = await self._primaries()
                 node = nodes[number % len(nodes)]
                 ((after, names),) = await self._exchange(node, [("SCAN", cursor, "COUNT", count)], strict=True)
         self._position = (number, int(after)) if int(after) else (number + 1, 0)
         return cast("list[bytes]", names)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask only if the gate lets us; say what an error means.
+
+        Foreign errors of any kind are those of the client: it expects of some answers that they have their usual form.
+        """
+        if self._gate is not None:
+            self._gate()
+        try:
+            yield
+        except OutOfMemoryError as error:
+            told = f"{self._what} in Redis has no room: raise maxmemory, or choose a volatile-* policy"
+            raise NoRoom(told, error=str(error)[:200]) from error
+        except (RedisError, RedisClusterException, OSError, *_NOT_UNDERSTOOD) as error:
+            step = "check that the hot Redis runs and is not full"
+            if isinstance(error, NoPermissionError):
+                step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
+            elif isinstance(error, _NOT_UNDERSTOOD):
+                step = "what answers there does not answer like Redis, check the address"
+            told = f"{self._what} in Redis cannot be used: {step}"
+            raise Unavailable(told, error=f"{type(error).__name__}: {error}"[:200]) from error
 
     async def _primaries(self) -> list[Any]:
         """The nodes that hold keys; `None` stands for a standalone server."""
@@ -138,11 +204,12 @@ class RedisNodes:
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """Each node's `INFO <section>`."""
-        with _translated():
+        with self._asking():
             async with deadline.scope("asking Redis about itself"):
                 nodes = await self._primaries()
                 texts = [(await self._exchange(node, [("INFO", section)], strict=True))[0] for node in nodes]
-        return [dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line) for text in texts]
+        lines = [text.decode(errors="replace").splitlines() for text in texts]
+        return [dict(line.split(":", 1) for line in listed if ":" in line) for listed in lines]
 
     async def _on_node(self, node: Any, commands: Mapping[int, Sequence[Command]]) -> dict[int, list[Any]]:
         flat = [command for listed in commands.values() for command in listed]
@@ -156,10 +223,13 @@ class RedisNodes:
         if missing:
             await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
         for index, reply in enumerate(replies):
-            if isinstance(reply, NoScriptError) or (node is not None and isinstance(reply, _RESOLVED_BY_CLIENT)):
+            passing = (NoScriptError, *(() if node is None else _RESOLVED_BY_CLIENT))
+            is_repaired = isinstance(reply, ResponseError) and await self._repair(flat[index], reply)
+            if is_repaired or isinstance(reply, passing):
                 replies[index] = await self._retry(flat[index])
             elif isinstance(reply, RedisError):
                 raise reply
+            check_reply(flat[index], replies[index])
         rest = iter(replies)
         return {slot: [next(rest) for _ in listed] for slot, listed in commands.items()}
 
@@ -167,8 +237,24 @@ class RedisNodes:
         """Send one command through the client, which finds the slot's new node; a script is sent as text."""
         if command[0] == "EVALSHA":
             command = ("EVAL", _TEXTS[str(command[1])], *command[2:])
-        async with self._calls:
-            return await cast(Awaitable[Any], self.client.execute_command(*command))
+        return await self._execute(command)
+
+    async def _repair(self, command: Command, error: ResponseError) -> bool:
+        """Remove what is damaged among the keys of a command that was refused. False: that was not the cause."""
+        text = str(error)
+        repairs: list[Command] = []
+        if DAMAGED in text:
+            entry, totals, *_ = keys_of(command)
+            repairs = [("HDEL", totals, command[6]) if "totals" in text else ("UNLINK", entry)]
+        elif "WRONGTYPE" in text:
+            for key, kind in keys_of(command).items():
+                if await self._execute(("TYPE", key)) not in (b"none", kind):
+                    repairs.append(("UNLINK", key))
+        for repair in repairs:
+            await self._execute(repair)
+            self.num_repaired += 1
+            _log.warning("%s in Redis was damaged, a part was removed key=%s error=%s", self._what, repair[1], text)
+        return bool(repairs)
 
     async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
         """Send all commands and read all replies on one connection; waits until one may be used (`_CALLS_MAX`).
@@ -178,9 +264,10 @@ class RedisNodes:
         async with self._calls:
             replies = await self._exchange_now(node, commands)
         if strict:
-            for reply in replies:
+            for command, reply in zip(commands, replies, strict=True):
                 if isinstance(reply, RedisError):
                     raise reply
+                check_reply(command, reply)
         return replies
 
     async def _exchange_now(self, node: Any, commands: Sequence[Command]) -> list[Any]:
@@ -205,17 +292,3 @@ class RedisNodes:
             else:
                 node.release(connection)
         return replies
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        text = str(error)
-        step = "check that the hot Redis runs and is not full"
-        if text.startswith("CATALOG"):
-            step = "run `kvstore reindex`"
-        elif isinstance(error, NoPermissionError):
-            step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
-        raise Unavailable(f"the catalog in Redis cannot be used: {step}", error=text[:200]) from error

@@ -30,6 +30,8 @@ _NOTE = "reconciled"
 _NEXT_STEP = "lookups ask the tiers as well, which is slower, until `kvstore reindex` was run"
 _CALL_S = 10.0
 _BATCH = 256
+_DIGITS_MAX = 20
+"""A counter of Redis has at most 19: more are no number of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class ServerCounters:
 
 def counters_of(server: dict[str, str], stats: dict[str, str]) -> ServerCounters:
     """From `INFO server` and `INFO stats`."""
-    num_removed = int(stats.get("evicted_keys", 0)) + int(stats.get("expired_keys", 0))
+    told = [stats.get(name, "").strip() for name in ("evicted_keys", "expired_keys")]
+    num_removed = sum(int(text) for text in told if text.isascii() and text.isdecimal() and len(text) < _DIGITS_MAX)
     return ServerCounters(server.get("run_id", ""), num_removed)
 
 
@@ -60,7 +63,7 @@ def parse_counters(text: str) -> list[ServerCounters] | None:
     """The inverse of `format_counters`; `None`: not such a text."""
     try:
         return [ServerCounters(str(run_id), int(num_removed)) for run_id, num_removed in json.loads(text)]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "ADD",
     "ALL",
     "ALL_SLICES",
+    "DAMAGED",
     "FINISH",
     "OBSERVE",
     "PIN",
@@ -58,11 +59,19 @@ class Script:
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-_COMMON = """
+DAMAGED = "CATALOG damaged"
+"""In the error with which every script refuses a damaged key, before it has changed anything."""
+
+_COMMON = f"""
 local entry = redis.call('GET', KEYS[1])
 if entry and (#entry ~= tonumber(ARGV[2]) or string.byte(entry, 1) ~= 1) then
-  return redis.error_reply('CATALOG an entry has another shape')
+  return redis.error_reply('{DAMAGED} entry: it has another shape')
 end
+local held = redis.call('HGET', KEYS[2], ARGV[1])
+if held and #held ~= 42 then return redis.error_reply('{DAMAGED} totals: they have another shape') end
+redis.call('LLEN', KEYS[3])
+"""
+_COMMON += """
 local level = tonumber(ARGV[3])
 local leaving = entry and math.floor(string.byte(entry, 2) / 2 ^ level) % 2 == 1
 local function u32(at) return (struct.unpack('<I4', entry, at + 1)) end
@@ -71,8 +80,7 @@ local function set_number(at, value) redis.call('SETRANGE', KEYS[1], at, struct.
 local function in_level() return redis.call('BITCOUNT', KEYS[1], ARGV[4], ARGV[5]) end
 local function change(entries, boundaries, records, bytes)
   if entries == 0 and boundaries == 0 and records == 0 and bytes == 0 then return end
-  local old = redis.call('HGET', KEYS[2], ARGV[1])
-  local t = old and {struct.unpack('<I6I6I6I6I6I6I6', old)} or {0, 0, 0, 0, 0, 0, 0}
+  local t = held and {struct.unpack('<I6I6I6I6I6I6I6', held)} or {0, 0, 0, 0, 0, 0, 0}
   local at = 2 + 3 * level
   t[1] = math.max(0, t[1] + entries)
   t[at] = math.max(0, t[at] + boundaries)

@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.catalog.base import Addition, LeaveReason, LevelTotals, NamespaceTotals, Removal, Tombstone
 from kvstore.catalog.entry import EntryShape, Level
 from kvstore.catalog.redis_scripts import ALL_SLICES, TOMBSTONE, TOTALS
-from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId, PrefixHash
 
 __all__ = ["add_item", "hash_items", "parse_tombstone", "parse_totals", "remove_item", "sum_totals"]
 
@@ -26,9 +26,13 @@ def hash_items(reply: Any) -> Iterator[tuple[bytes, bytes]]:
 
 
 def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
-    """The totals of one slot, from its HGETALL reply."""
+    """The totals of one slot, from its HGETALL reply. Damaged ones are left out: the next change of the namespace
+    removes them.
+    """
     parsed = {}
     for namespace, packed in hash_items(reply):
+        if len(packed) != TOTALS.size or len(namespace) != NAMESPACE_BYTES:
+            continue
         fields = TOTALS.unpack(packed)
         parsed[NamespaceId(namespace)] = tuple(
             low | high << 32 for low, high in zip(fields[::2], fields[1::2], strict=True)
@@ -56,20 +60,23 @@ def sum_totals(
     }
 
 
-def parse_tombstone(packed: bytes) -> Tombstone:
-    """Decode a tombstone as the scripts write it."""
-    namespace, prefix, level, reason, group, slice_, low, high, at_s = TOMBSTONE.unpack(packed)
-    whole = group == ALL_SLICES
-    return Tombstone(
-        NamespaceId(namespace),
-        PrefixHash(prefix),
-        Level(level),
-        None if whole else group,
-        None if whole else slice_,
-        low | high << 32,
-        LeaveReason(reason),
-        at_s,
-    )
+def parse_tombstone(packed: bytes) -> Tombstone | None:
+    """Decode a tombstone as the scripts write it; `None`: it is damaged."""
+    try:
+        namespace, prefix, level, reason, group, slice_, low, high, at_s = TOMBSTONE.unpack(packed)
+        whole = group == ALL_SLICES
+        return Tombstone(
+            NamespaceId(namespace),
+            PrefixHash(prefix),
+            Level(level),
+            None if whole else group,
+            None if whole else slice_,
+            low | high << 32,
+            LeaveReason(reason),
+            at_s,
+        )
+    except (struct.error, ValueError):
+        return None
 
 
 def add_item(shape: EntryShape, one: Addition) -> bytes:

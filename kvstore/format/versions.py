@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 
-from kvstore.errors import UnsupportedFormat
+from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.names import manifest_name
 from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 
 __all__ = ["STORE_VERSION", "STORE_VERSION_PLACE", "check_store_version", "pack_store_version"]
@@ -31,15 +32,22 @@ def check_store_version(note: bytes | None, tier: str) -> None:
         tier: Name of the tier.
 
     Raises:
-        UnsupportedFormat: Its version is newer, or cannot be read.
+        UnsupportedFormat: Its version is newer.
+        Unavailable: It cannot be read, so that nobody can tell whether this release may write there.
     """
     if note is None:
         return
     try:
-        version = json.loads(bytes(note))["kvstore_store_version"]
-    except (ValueError, KeyError, TypeError):
-        version = "unreadable"
-    if not isinstance(version, int) or not 1 <= version <= STORE_VERSION:
+        version = int(json.loads(bytes(note))["kvstore_store_version"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Unavailable(
+            "the version of the tier cannot be read, so nothing is written to it: if no newer release has used it, "
+            "remove the damaged note",
+            tier=tier,
+            note=manifest_name(STORE_VERSION_PLACE),
+            seen=bytes(note[:40]),
+        ) from error
+    if not 1 <= version <= STORE_VERSION:
         raise UnsupportedFormat(
             "the tier was migrated by a newer release, nothing is written to it: upgrade this one, or look at it by "
             "`kvstore migrate status`",

@@ -96,7 +96,7 @@ class TestRedis(BookContract):
     async def test_a_server_that_is_not_there_is_told(self, kind: BookKind) -> None:
         """As what the caller does next: try again."""
         async with Redis(host="127.0.0.1", port=free_ports(1)[0]) as client:
-            with pytest.raises(Unavailable, match="check the server"):
+            with pytest.raises(Unavailable, match="check that the hot Redis runs"):
                 await RedisBook(client, kind).read(deadline=soon())
 
 

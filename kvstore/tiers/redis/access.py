@@ -116,6 +116,9 @@ class Access:
             ) from error
         except ssl.SSLError as error:
             raise Unavailable(_tls_advice(error), address=str(address), error=error) from error
+        except (ValueError, OverflowError) as error:  # as a sentinel or another node has told it
+            told = "cannot connect to Redis: its address is none, see what the sentinels or the cluster announce"
+            raise Unavailable(told, address=str(address), error=error) from error
         except OSError as error:
             next_step = "check that a server runs there and that the url names it"
             if self._tls is not None and isinstance(error, ConnectionError):

@@ -12,6 +12,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.redis.reading import Reading
+from kvstore.tiers.redis.replies import check_form
 from kvstore.tiers.redis.resp import Argument, ErrorReply, ProtocolError, Reply, ReplyParser, encode_command, joined
 
 __all__ = ["Connection"]
@@ -93,6 +94,12 @@ class Connection(asyncio.BufferedProtocol):
         for part in joined([encode_command(*command) for command in commands]):
             transport.write(part)
         await self._answered(call, deadline)
+        try:
+            for command, reply in zip(commands, call.replies, strict=True):
+                check_form(command, reply, self.address)
+        except Unavailable:
+            self.abort()  # whatever comes next would be as strange
+            raise
         return call.replies
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:

@@ -9,11 +9,15 @@ from typing import Any, cast
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError
 
+from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.names import manifest_name
+from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.background import Background
 from kvstore.tiers.locations import RedisLocation
 
@@ -29,7 +33,7 @@ _SENTINEL_S = 0.5
 
 @asynccontextmanager
 async def open_control(
-    location: RedisLocation, *, timeout_s: float = 2.0, connections_max: int = 32
+    location: RedisLocation, *, timeout_s: float = 2.0, connections_max: int = 32, refuses_newer: bool = False
 ) -> AsyncIterator[ControlClient]:
     """A client of the Redis at `location`, whatever its mode, closed at the end of the block.
 
@@ -40,6 +44,9 @@ async def open_control(
         location: Where, and how to log in.
         timeout_s: Limit for a connection attempt. Commands have none: run each within its deadline's scope.
         connections_max: Size of the pool (per node in a cluster); one command more fails with `ConnectionError`.
+        refuses_newer: Read the store's version on each new connection, before any command, and refuse a server that a
+            newer release has taken over, with `ConnectionError`: it may have done so while we were cut off. Not in a
+            cluster, where one node alone has the version.
     """
     options = _options(location, timeout_s)
     async with AsyncExitStack() as stack:
@@ -50,6 +57,8 @@ async def open_control(
             yield cluster
             return
         options |= {"db": location.database, "retry": _retry(1), "max_connections": connections_max}
+        if refuses_newer:
+            options["redis_connect_func"] = _greet
         if location.mode == "sentinel":
             assert location.service is not None
             login = {} if location.sentinel_login else {"username": None, "password": None}
@@ -84,6 +93,17 @@ async def _follow(client: Redis) -> None:
         with suppress(RedisError, OSError, TimeoutError):
             # drops idle connections if the address has changed
             await pool.get_master_address()  # type: ignore[no-untyped-call]
+
+
+async def _greet(connection: AbstractConnection) -> None:
+    """Log in, then look whether this release may write here."""
+    await connection.on_connect()
+    await connection.send_command("GET", manifest_name(STORE_VERSION_PLACE))
+    note = await connection.read_response(disable_decoding=True)
+    try:
+        check_store_version(note if isinstance(note, bytes) else None, "redis")
+    except (UnsupportedFormat, Unavailable) as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvstore.tiers.locations_redis import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.facts import SLOW_S, ServerFacts, parse_info
 from kvstore.tiers.redis.node import Node
-from kvstore.tiers.redis.replies import check_replies
+from kvstore.tiers.redis.replies import check_replies, strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.slots import NUM_SLOTS, parse_slots
 from kvstore.tiers.redis.topology import Topology, open_topology
@@ -27,6 +27,7 @@ _KEYS = ("v1/", "quarantine:v1/", "c1/", "c1t/", "c1d/", "c1o/", "kvstore:")
 _PINGS_MAX = 10
 _PAUSE_S = 0.03
 _PROBE_MS = 10_000
+_DIGITS_MAX = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,9 @@ async def _look_at(node: Node, deadline: Deadline) -> tuple[ServerFacts, tuple[f
     taken_s = now_s() - started_s
     (info,) = await node.control(("INFO",), deadline=deadline)
     check_replies([told, info])
-    seconds, micros = _pair(told) or ("0", "0")
+    seconds, micros = _pair(told) or ("", "")
+    if not (seconds.isdecimal() and micros.isdecimal() and max(len(seconds), len(micros)) <= _DIGITS_MAX):
+        raise strange_reply("TIME", told, node.address)
     offset_s = int(seconds) + int(micros) / 1e6 - (before_ms / 1000 + taken_s / 2)
     facts = parse_info(bytes(info) if isinstance(info, bytes | memoryview) else b"", node.address, latency_s)
     return facts, (offset_s, taken_s / 2)
@@ -141,5 +144,5 @@ def _pair(reply: Reply) -> tuple[str, str] | None:
     if isinstance(reply, list) and len(reply) == 2:
         first, second = reply
         if isinstance(first, bytes) and isinstance(second, bytes):
-            return first.decode(), second.decode()
+            return first.decode(errors="replace"), second.decode(errors="replace")
     return None

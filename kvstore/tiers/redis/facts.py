@@ -13,6 +13,8 @@ MEMORY_BYTES_MIN = 256 << 20
 """Less holds not even the pages of one long prompt (8,192 tokens of a 7B model: 0.5-4 GiB)."""
 VERSION_MIN = (6, 2)
 SLOW_S = 0.005
+_DIGITS_MAX = 18
+"""Of a number that fits into 64 bits."""
 _DISK_STATES = ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status")
 
 
@@ -61,7 +63,7 @@ def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
 
     def number(name: str) -> int:
         text = facts.get(name, "")
-        return int(text) if text.isdecimal() else 0
+        return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX else 0
 
     return ServerFacts(
         address=address,

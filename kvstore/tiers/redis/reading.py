@@ -11,6 +11,7 @@ from kvstore.format.names import format_name
 from kvstore.format.record import MAX_RECORD_BYTES, RunningChecksum
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.buffers import fresh_buffer
+from kvstore.tiers.redis.replies import strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, Part, is_striped, parts_behind, parts_of
 
@@ -109,6 +110,7 @@ class Reading:
         Raises:
             CorruptRecord: Its header cannot be read.
             InvalidRequest: From `allocate`.
+            Unavailable: It is no reply to what was asked.
         """
         self._due.popleft()
         if isinstance(reply, ErrorReply):
@@ -118,6 +120,8 @@ class Reading:
                 self._end_first(len(reply))
             elif not len(reply):
                 self._is_incomplete = True
+        elif reply is not None or not (self._is_incomplete or self.error is not None):
+            raise strange_reply("GETRANGE", reply, "")
         is_open = self._due or self._parts or self._is_first
         if not (is_open or self._is_incomplete or self.is_empty or self.error is not None):
             self.data = self._buffer

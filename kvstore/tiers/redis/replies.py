@@ -1,15 +1,18 @@
-"""What error replies mean for us: `Unavailable` with the next step, or a redirection to another node."""
+"""What replies mean for us: errors are `Unavailable` with the next step, or a redirection to another node; a reply that
+its command cannot have is `Unavailable` too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
 from kvstore.tiers.locations_redis import HostPort
-from kvstore.tiers.redis.resp import ErrorReply, Reply
+from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
+from kvstore.tiers.redis.slots import NUM_SLOTS
 
-__all__ = ["Redirect", "check_replies", "check_reply", "redirect_of"]
+__all__ = ["Redirect", "check_form", "check_replies", "check_reply", "redirect_of", "strange_reply"]
 
 _NEXT_STEP = {
     "NOAUTH": "put user and password into the url",
@@ -23,6 +26,64 @@ _NEXT_STEP = {
     "MASTERDOWN": "bring its primary back",
     "IDONTKNOW": "ask again once the sentinel has seen the primary",
 }
+
+
+def _is_count(reply: Reply) -> bool:
+    return isinstance(reply, int) and reply >= 0
+
+
+def _is_value(reply: Reply) -> bool:
+    return isinstance(reply, memoryview)
+
+
+def _is_value_or_none(reply: Reply) -> bool:
+    return reply is None or isinstance(reply, memoryview)
+
+
+def _is_done(reply: Reply) -> bool:
+    return reply == "OK"
+
+
+def _is_scan(reply: Reply) -> bool:
+    if not isinstance(reply, list) or len(reply) != 2:
+        return False
+    cursor, names = reply
+    return isinstance(cursor, bytes) and cursor.isdigit() and isinstance(names, list)
+
+
+_FORMS: Mapping[str, Callable[[Reply], bool]] = {
+    **dict.fromkeys(("STRLEN", "EXISTS", "UNLINK", "DEL", "EXPIRE", "PERSIST", "EVAL"), _is_count),
+    **dict.fromkeys(("GETRANGE", "INFO"), _is_value),
+    **dict.fromkeys(("AUTH", "SELECT", "ASKING"), _is_done),
+    "GET": _is_value_or_none,
+    "PING": lambda reply: reply == "PONG",
+    "ROLE": lambda reply: isinstance(reply, list),
+    "SCAN": _is_scan,
+    "SET": lambda reply: reply is None or reply == "OK",
+}
+"""By command, whether it can have a reply that is no error; a command that is not listed is judged by whoever sent it.
+Our scripts return counts."""
+
+
+def check_form(command: Command, reply: Reply, address: str) -> None:
+    """Refuse a reply that no Redis gives to a command: somebody else's, or a damaged one.
+
+    Raises:
+        Unavailable: It is one.
+    """
+    form = _FORMS.get(str(command[0]))
+    if form is not None and not isinstance(reply, ErrorReply) and not form(reply):
+        raise strange_reply(str(command[0]), reply, address)
+
+
+def strange_reply(verb: str, reply: object, address: str) -> Unavailable:
+    """The error for a reply that its command cannot have."""
+    return Unavailable(
+        "what answers at the address of Redis does not answer like one: check the address, and what stands between",
+        address=address,
+        command=verb,
+        seen=repr(bytes(reply[:40]) if isinstance(reply, memoryview) else reply)[:80],
+    )
 
 
 def check_replies(replies: Sequence[Reply]) -> None:
@@ -63,6 +124,7 @@ def redirect_of(reply: Reply, asked: HostPort) -> Redirect | None:
         _, slot, place = reply.message.split(" ")[:3]
         host, _, port = place.rpartition(":")
         # an empty host: the node does not know its own address, and means the one that we used
-        return Redirect(HostPort(host.strip("[]") or asked.host, int(port)), int(slot), reply.code == "ASK")
+        redirect = Redirect(HostPort(host.strip("[]") or asked.host, int(port)), int(slot), reply.code == "ASK")
     except ValueError:
         return None
+    return redirect if 0 <= redirect.slot < NUM_SLOTS else None

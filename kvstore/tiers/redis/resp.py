@@ -20,6 +20,7 @@ _BULK_BYTES_MAX = 512 << 20
 _ITEMS_MAX = 1 << 20
 _DEPTH_MAX = 8
 _INLINE_BYTES = 8 * 1024
+_INTEGER_END = 1 << 63
 _PIECE_BYTES = 512 * 1024
 """Bytes of a bulk string received at a time while it is being summed: they are then still in the core's own cache."""
 
@@ -222,7 +223,9 @@ def _number(text: bytes, maximum: int | None) -> int:
     except ValueError as error:
         raise ProtocolError(f"expected a number, seen {text[:40]!r}") from error
     if maximum is not None and not -1 <= number <= maximum:
-        raise ProtocolError(f"a length is out of range, seen {number}")
+        raise ProtocolError(f"a length is out of range, seen {text[:40]!r}")
+    if not -_INTEGER_END <= number < _INTEGER_END:
+        raise ProtocolError(f"an integer has more than 64 bits, seen {text[:40]!r}")
     return number
 
 

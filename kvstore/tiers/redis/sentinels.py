@@ -128,8 +128,8 @@ class Sentinels:
         check_reply(reply)
         if isinstance(reply, list) and len(reply) == 2:
             host, port = reply
-            if isinstance(host, bytes) and isinstance(port, bytes) and port.isdigit():
-                return HostPort(host.decode(), int(port))
+            if isinstance(host, bytes) and isinstance(port, bytes) and port.isdigit() and len(port) <= 5:
+                return HostPort(host.decode(errors="replace"), int(port))
         raise Unavailable("the sentinel does not know the service", service=self._service, address=node.address)
 
     async def aclose(self) -> None:

@@ -39,7 +39,7 @@ def parse_slots(reply: Reply, asked: HostPort) -> SlotMap | None:
     for item in reply:
         match item:
             case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < NUM_SLOTS:
-                name = host.decode() if isinstance(host, bytes) else ""
+                name = host.decode(errors="replace") if isinstance(host, bytes) else ""
                 address = HostPort(asked.host if name in ("", "?") else name, port)
                 slots[first : last + 1] = [address] * (last + 1 - first)
             case _:

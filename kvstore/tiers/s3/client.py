@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime
@@ -11,7 +10,6 @@ from typing import Any
 import aioboto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
-from botocore.httpsession import where
 from botocore.utils import get_environ_proxies, parse_timestamp
 
 from kvstore.errors import InvalidRequest, Unavailable
@@ -22,6 +20,7 @@ from kvstore.tiers.s3.connections import Connections
 from kvstore.tiers.s3.failures import Absent, Conflict, NoBucket, Taken, Throttled, plain, translated
 from kvstore.tiers.s3.objects import Object, Objects
 from kvstore.tiers.s3.pacing import Pace
+from kvstore.tiers.s3.trust import endpoint_tls, require_host_names
 
 __all__ = ["S3Client"]
 
@@ -76,8 +75,10 @@ class S3Client:
         """Make the client; sends nothing to the bucket. What is `None` comes from the usual AWS environment.
 
         Raises:
-            InvalidRequest: The AWS settings are wrong, e.g. an unknown profile or an endpoint that is no url.
+            InvalidRequest: The AWS settings are wrong, e.g. an unknown profile or an endpoint that is no url. Or the
+                installed client cannot be made to check the endpoint's host name.
         """
+        require_host_names()
         config = Config(
             signature_version="s3v4",
             max_pool_connections=num_connections,
@@ -105,7 +106,7 @@ class S3Client:
             self = cls(bucket, client, stack, Pace(num_connections), meters)
             url = client.meta.endpoint_url
             if not get_environ_proxies(url):
-                tls = ssl.create_default_context(cafile=session._session.get_config_variable("ca_bundle") or where())
+                tls = endpoint_tls(client._endpoint.http_session._verify)  # the same authorities as for all else
                 self.objects = Objects(
                     bucket,
                     url,

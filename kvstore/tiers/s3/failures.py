@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import ClientError as HttpError
-from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, NoCredentialsError, SSLError
+from botocore.parsers import ResponseParserError
 
 from kvstore.errors import Unavailable
 
@@ -22,6 +24,7 @@ __all__ = [
     "plain",
     "refusal",
     "translated",
+    "untrusted",
 ]
 
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
@@ -97,6 +100,14 @@ def cannot_connect(where: dict[str, str]) -> Transient:
     return Transient("cannot connect to S3: check the endpoint's address and that something listens there", **where)
 
 
+def untrusted(where: dict[str, str], reason: object) -> Unavailable:
+    """TLS with the endpoint failed; above all because its certificate is not to be believed."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        step = "name the authority in AWS_CA_BUNDLE, and the endpoint as its certificate does"
+        return Unavailable(f"the certificate of S3 is not trusted: {step}", **where, error=reason.verify_message)
+    return Unavailable("S3 refused TLS: one that does not use it is http://, not https://", **where, error=reason)
+
+
 def broken_off(where: dict[str, str], reason: object) -> Transient:
     """A connection was lost before the answer was whole."""
     return Transient("S3 did not answer in full: check the endpoint's health and the network", **where, error=reason)
@@ -118,5 +129,8 @@ def translated(bucket: str, endpoint: str) -> Iterator[None]:
         ) from error
     except EndpointConnectionError as error:
         raise cannot_connect(where) from error
-    except (TimeoutError, BotoCoreError, HttpError, OSError) as error:
+    except SSLError as error:
+        inner = error.kwargs.get("error")
+        raise untrusted(where, getattr(inner, "certificate_error", getattr(inner, "os_error", error))) from error
+    except (TimeoutError, BotoCoreError, ResponseParserError, HttpError, OSError) as error:
         raise broken_off(where, type(error).__name__) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ from kvstore.tiers.s3.failures import (
     plain,
     refusal,
     translated,
+    untrusted,
 )
 from kvstore.tiers.s3.http import Answer, Lost, Place
 from kvstore.tiers.s3.pacing import Pace, RetryBudget, backoff_s
@@ -165,6 +167,8 @@ class Objects:
                 if is_used and error.before_answer:
                     continue  # closed by the peer while idle: try another one, in the end a fresh one
                 raise broken_off(where, error) from error
+            except ssl.SSLError as error:
+                raise untrusted(where, error) from error
             except OSError as error:
                 raise cannot_connect(where) from error
             if 200 <= answer.status < 300:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.record import Record
+from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -25,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
 _PROBE_S = 2.0
+_VERSION_S = 10.0
+"""How long an answer to "which version has the tier?" holds while calls succeed."""
 
 
 def tell_put_aside(events: Events, tier: str, key: RecordKey, reason: str) -> None:
@@ -38,6 +42,10 @@ def tell_put_aside(events: Events, tier: str, key: RecordKey, reason: str) -> No
 
 class GuardedTier(Tier):
     """Passes calls on to `inner` while it is healthy, refuses them at once with `Unavailable` while it is not.
+
+    A newer release may take the tier over while it is away, or while we run. So its version is read again before it is
+    used again, before the first write after a failed call, and before a write when the last look is 10 s ago. A tier
+    with a newer version is left alone, as one that does not answer.
 
     Args:
         inner: The tier; owned from now on.
@@ -74,6 +82,8 @@ class GuardedTier(Tier):
         self._background = Background(f"guard of tier {inner.name}")
         self._closed = False
         self._why = ""  # it was left alone last
+        self._version_holds_until_s = clock.monotonic_s() + _VERSION_S  # whoever opens the tier has read it
+        self._reading_version = asyncio.Lock()
 
     @property
     def num_quarantined(self) -> int:
@@ -83,6 +93,14 @@ class GuardedTier(Tier):
     def is_open(self) -> bool:
         """True while calls are refused."""
         return self._breaker.is_open
+
+    def check_used(self) -> None:
+        """Refuse what is asked of the tier's server past the tier, while the tier is left alone.
+
+        Raises:
+            Unavailable: It is left alone.
+        """
+        self._check_closed_breaker()
 
     def leave_alone(self, why: str) -> None:
         """Refuse calls until a probe succeeds: whoever opened the tier has seen that it does not answer, and has said
@@ -116,6 +134,7 @@ class GuardedTier(Tier):
     async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
         with self._call("put", deadline):
             self._count("puts")
+            await self._check_version(deadline)
             outcome = await put(record, deadline=deadline)
         if outcome is PutOutcome.STORED:
             self._count("put_bytes", record.num_bytes)
@@ -125,6 +144,7 @@ class GuardedTier(Tier):
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         with self._call("delete", deadline):
+            await self._check_version(deadline)
             return await self.inner.delete(key, deadline=deadline)
 
     def cost_bytes(self, num_bytes: int) -> int:
@@ -132,14 +152,17 @@ class GuardedTier(Tier):
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         with self._call("delete_all", deadline):
+            await self._check_version(deadline)
             await self.inner.delete_all(keys, deadline=deadline)
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         with self._call("allow_eviction", deadline):
+            await self._check_version(deadline)
             await self.inner.allow_eviction(keys, deadline=deadline)
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         with self._call("quarantine", deadline):
+            await self._check_version(deadline)
             return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -150,6 +173,7 @@ class GuardedTier(Tier):
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         with self._call("put_manifest", deadline):
+            await self._check_version(deadline)
             await self.inner.put_manifest(namespace, manifest, deadline=deadline)
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
@@ -158,6 +182,7 @@ class GuardedTier(Tier):
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         with self._call("usage", deadline):
+            await self._check_version(deadline)
             return await self.inner.usage(deadline=deadline)
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
@@ -201,6 +226,7 @@ class GuardedTier(Tier):
             yield
         except Unavailable as error:
             self._count("errors")
+            self._version_holds_until_s = -math.inf
             if deadline.expired:
                 opened = self._breaker.ran_out(started_s, self._clock.monotonic_s(), by_deadline=True)
             else:
@@ -218,6 +244,29 @@ class GuardedTier(Tier):
             self._num_calls -= 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
             self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
+
+    async def _check_version(self, deadline: Deadline) -> None:
+        """Read the tier's version if that was not done lately.
+
+        Raises:
+            Unavailable: It is a newer release's now, or cannot be read.
+        """
+        if self._closed or self._clock.monotonic_s() < self._version_holds_until_s:
+            return
+        async with deadline.scope(f"reading the version of tier {self.name}"), self._reading_version:
+            self._check_closed_breaker()
+            if self._clock.monotonic_s() < self._version_holds_until_s:
+                return
+            try:
+                await self._read_version(deadline)
+            except UnsupportedFormat as error:
+                if self._breaker.gave_proof():
+                    self._opened(str(error))
+                raise Unavailable(error.message, **error.details) from error
+
+    async def _read_version(self, deadline: Deadline) -> None:
+        check_store_version(await self.inner.get_manifest(STORE_VERSION_PLACE, deadline=deadline), self.name)
+        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
 
     def _check_closed_breaker(self) -> None:
         if self._breaker.is_open:
@@ -243,6 +292,12 @@ class GuardedTier(Tier):
             await asyncio.sleep(self._breaker.delay_s)
             try:
                 await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S, self._clock))
+                await self._read_version(Deadline.after(_PROBE_S, self._clock))
+            except UnsupportedFormat as error:
+                self._breaker.probe_failed()
+                if (why := str(error)) != self._why:
+                    _log.error("tier %s answers again, and stays off: %s", self.name, why)
+                    self._why = why
             except Exception as error:  # noqa: BLE001 - a task's top: were it to end here, the tier would stay off for ever
                 self._breaker.probe_failed()
                 if not isinstance(error, KVStoreError):
