@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from kvstore.api import Ack, LeaseId, PageStore, Progress, Retention
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
@@ -24,12 +25,19 @@ class Answers:
     Args:
         store: Holds the pages.
         describe: The service's own part of `status`.
+        settings: A part of `status` for peers that may see everything, as `told_settings` returns it.
 
     A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
     """
 
-    def __init__(self, store: PageStore, describe: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        describe: Callable[[], Mapping[str, object]],
+        settings: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.store = store
+        self._settings = settings
         self._describe = describe
         self._recent = Recent()
         self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
@@ -90,6 +98,8 @@ class Answers:
                 return messages.Explained(request.id, values)
             case messages.Status():
                 values = dict(await self.store.status(deadline=deadline))
+                if sees_all:
+                    values |= self._settings
                 return messages.StatusReply(
                     request.id, {**values, "service": dict(self._describe()), "recent": self._recent.told()}
                 )

@@ -41,6 +41,7 @@ class Server:
         credentials: Tokens of tenants.
         tls: For addresses that speak it.
         tracing: Makes a span of each request.
+        settings: As `told_settings` returns them; told to peers that may see everything.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class Server:
         tls: ServerTls | None = None,
         *,
         tracing: Tracing | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self._tracing = tracing
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
         self._tls = tls
-        self._answers = Answers(store, self.describe)
+        self._answers = Answers(store, self.describe, settings or {})
         self._admission = PeerAdmission(token, credentials)
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._sessions: set[Session] = set()

@@ -48,6 +48,7 @@ class AdminContext:
         jobs: Long operations.
         walks: Turns of those who walk over many entries.
         followers: Who follows the events.
+        settings: As `told_settings` returns them.
     """
 
     bridge: Bridge
@@ -62,6 +63,7 @@ class AdminContext:
     jobs: JobBoard = field(default_factory=JobBoard)
     walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
     followers: Followers = field(default_factory=Followers)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def soon(self, seconds: float = _CALL_S) -> Deadline:
         """When a call gives up."""

@@ -26,6 +26,7 @@ from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.admin.job_keeper import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
+from kvstore.service.told_settings import told_settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.wire.tls import ServerTls
 
@@ -81,7 +82,7 @@ async def _serve_with(
     context = AdminContext(
         bridge, catalog, operations, service.server.describe, service.store.events, service.history, stop.is_set
     )
-    context = replace(context, jobs=jobs)
+    context = replace(context, jobs=jobs, settings=told_settings(service.settings))
     if isinstance(service.store, EncryptedStore):
         context = replace(context, generations=service.store.generations)
     config = uvicorn.Config(
