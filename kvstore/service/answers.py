@@ -12,7 +12,6 @@ from kvstore.format.record import read_record
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.recent import Recent
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
@@ -39,7 +38,6 @@ class Answers:
         self.store = store
         self._settings = settings
         self._describe = describe
-        self._recent = Recent()
         self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
 
     async def answer(
@@ -100,9 +98,7 @@ class Answers:
                 values = dict(await self.store.status(deadline=deadline))
                 if sees_all:
                     values |= self._settings
-                return messages.StatusReply(
-                    request.id, {**values, "service": dict(self._describe()), "recent": self._recent.told()}
-                )
+                return messages.StatusReply(request.id, {**values, "service": dict(self._describe())})
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 
@@ -117,7 +113,6 @@ class Answers:
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
         if outcome.namespace is None or self._tenants.get(outcome.namespace) == tenant:
             self.store.tell(outcome)
-            self._recent.count(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str
