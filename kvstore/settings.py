@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvstore.client.embedded import default_directory
@@ -32,7 +32,10 @@ from kvstore.tiers.locations import (
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["TOKEN_VARIABLE", "Settings", "load_settings"]
+__all__ = ["TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_from"]
+
+Source = Literal["flag", "environment", "file", "default"]
+"""Where the value of a setting came from."""
 
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
@@ -231,6 +234,12 @@ class Settings(BaseSettings):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     idle_exit_s: Seconds | None = None
 
+    _sources: Mapping[str, Source] = PrivateAttr(default_factory=dict)
+
+    def source(self, name: str) -> Source:
+        """Where the value of a setting came from."""
+        return self._sources.get(name, "default")
+
     def tls(self) -> ServerTls | None:
         """The TLS settings of a `tls://` address; `None`: there is no certificate.
 
@@ -281,9 +290,29 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
     _refuse_unknown(from_file, f"key in {config}")
     weaker = {name: value for name, value in from_file.items() if name not in in_environment}
     try:
-        return Settings(**{**weaker, **given})
+        settings = Settings(**{**weaker, **given})
     except ValidationError as error:
         raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given})) from None
+    settings._sources = {
+        **dict.fromkeys(from_file, "file"),
+        **dict.fromkeys(in_environment, "environment"),
+        **dict.fromkeys(given, "flag"),
+    }
+    return settings
+
+
+def settings_from(values: Mapping[str, object]) -> Settings:
+    """Settings of these values, and defaults for all others: neither the environment nor a file counts.
+
+    Raises:
+        InvalidRequest: As `load_settings`.
+    """
+    _refuse_unknown(values, "setting")
+    rest = {name: field.get_default(call_default_factory=True) for name, field in Settings.model_fields.items()}
+    try:
+        return Settings(**{**rest, **values})
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error, values)) from None
 
 
 def _lower(environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -122,9 +123,13 @@ class RedisCatalog(Catalog):
         self._check_open()
         kept = min(limit, self._tombstones_kept())
         replies = await self._everywhere(lambda tag: ("LRANGE", _tombstones(tag), 0, kept - 1), deadline)
-        read = [parse_tombstone(packed) for reply in replies for packed in reply]
-        found = [tombstone for tombstone in read if tombstone is not None]
-        return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
+
+        def parse() -> list[Tombstone]:
+            read = [parse_tombstone(packed) for reply in replies for packed in reply]
+            found = [tombstone for tombstone in read if tombstone is not None]
+            return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
+
+        return await asyncio.to_thread(parse)  # there may be thousands: the loop has others to answer
 
     # changes
 

@@ -30,6 +30,7 @@ __all__ = [
     "TokenFile",
     "Yes",
     "administered",
+    "administered_by",
 ]
 
 AdminUrl: TypeAlias = Annotated[
@@ -146,11 +147,20 @@ def administered(
         InvalidRequest: The url or the token file is wrong, or the settings turn the interface off.
     """
     settings = load_settings({}, config=config)
+    yield administered_by(settings, token_of(settings, token_file), timeout_s, url=url)
+
+
+def administered_by(settings: Settings, token: str, timeout_s: float, *, url: str = "") -> AdminClient:
+    """The interface at a url, or else at the `admin_listen` of these settings.
+
+    Raises:
+        InvalidRequest: The url is wrong, or the settings turn the interface off.
+    """
     url = _checked(url) if url else _url_of(settings)
     tls = None
     if url.startswith("https:"):
         tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file).context()
-    yield AdminClient(url, token_of(settings, token_file), timeout_s=timeout_s, tls=tls)
+    return AdminClient(url, token, timeout_s=timeout_s, tls=tls)
 
 
 def _checked(url: str) -> str:

@@ -16,17 +16,20 @@ from rich.markup import escape
 import kvstore
 from kvstore.cli.asking import service_url
 from kvstore.cli.quieting import quieted
+from kvstore.cli.store_in_use import NONE, StoreInUse, store_in_use
 from kvstore.cli.tables import console_of, table_of
 from kvstore.doctor import (
     Finding,
     ServiceAddress,
+    ToldStore,
     Verdict,
     checks_of,
     run_checks,
     without,
 )
+from kvstore.errors import KVStoreError
 from kvstore.service.secrets import secrets_of
-from kvstore.settings import TOKEN_VARIABLE, load_settings
+from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.tls import ClientTls
 
 __all__ = ["doctor"]
@@ -58,31 +61,49 @@ def doctor(
 ) -> int:
     """Check versions, service, limits, Redis, S3, directory, clocks and namespaces, and say how to fix each problem.
 
-    Run it where the service runs, with its settings. Small probes (keys, objects, files) are written and removed.
+    Run it where the service runs: the service tells which store it uses. Small probes (keys, objects, files) are
+    written and removed.
     Exit status: 0 nothing failed (there may be warnings), 1 something failed, 2 a wrong call.
     """
-    settings = load_settings({}, config=config)
+    local = load_settings({}, config=config)
+    store = _store(local, url, token_file, config, timeout_s)
+    settings = store.settings
     tls = ClientTls(settings.tls_ca_file, settings.tls_certificate_file, settings.tls_key_file)
-    url = url or service_url(settings)
-    admin = settings.admin_listen if url == str(settings.listen) else None
+    if url in ("", NONE):
+        is_named = "listen" in local.model_fields_set or not store.told_by
+        url = service_url(local) if is_named else str(settings.listen)
+    admin = settings.admin_listen if store.told_by or url == str(settings.listen) else None
     token = "" if token_file is not None else os.getenv(TOKEN_VARIABLE, "").strip()
     address = ServiceAddress(url, token_file or (None if token else settings.token_file), tls, admin, token)
-    checks = checks_of(settings, address)
-    secrets = secrets_of(settings)
+    obstacles = {name: why for name in ("hot", "cold") if (why := store.obstacle(name)) is not None}
+    told = ToldStore(str(store), bool(store.told_by), store.problem, store.differs, obstacles)
+    checks = checks_of(settings, address, told)
+    secrets = [*secrets_of(settings), *secrets_of(local)]
     with quieted(logging.CRITICAL, also=("asyncio",)):  # problems are reported as findings
         found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]
-    _show_json(found) if json_ else _show(found)
+    _show_json(found, store) if json_ else _show(found, store)
     return UNHEALTHY if any(one.verdict is Verdict.FAILED for one in found) else 0
 
 
-def _show_json(found: Sequence[Finding]) -> None:
+def _store(local: Settings, url: str, token_file: Path | None, config: Path | None, timeout_s: float) -> StoreInUse:
+    """The store of the service that runs; that of the settings here where none tells, which the checks say."""
+    try:
+        return store_in_use(url, token_file, config, timeout_s)
+    except KVStoreError:  # why it does not answer is a finding
+        return StoreInUse(local)
+
+
+def _show_json(found: Sequence[Finding], store: StoreInUse) -> None:
     findings = [{**asdict(one), "verdict": one.verdict.value} for one in found]
     counts = {verdict.value: sum(one.verdict is verdict for one in found) for verdict in Verdict}
-    typer.echo(json.dumps({"release": kvstore.__version__, "counts": counts, "findings": findings}, indent=2))
+    where = {"hot": str(store.settings.hot), "cold": str(store.settings.cold), "told_by": store.told_by or None}
+    said = {"release": kvstore.__version__, "store": where, "counts": counts, "findings": findings}
+    typer.echo(json.dumps(said, indent=2))
 
 
-def _show(found: Sequence[Finding]) -> None:
+def _show(found: Sequence[Finding], store: StoreInUse) -> None:
     console = console_of()
+    console.print(escape(str(store)), soft_wrap=True)
     table = table_of(f"kvstore doctor, release {kvstore.__version__}", "check", "verdict", "seen", "expected")
     for one in found:
         verdict = f"[{_STYLES[one.verdict]}]{one.verdict.value}[/]"

@@ -20,12 +20,13 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.bars import bar_of
 from kvstore.cli.options import Config, parse_size
 from kvstore.cli.quieting import quieted
+from kvstore.cli.store_in_use import store_in_use
 from kvstore.cli.tables import print_table
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_retention import open_ownership
 from kvstore.errors import InvalidRequest
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
-from kvstore.settings import Settings, load_settings
+from kvstore.settings import Settings
 from kvstore.store.key_ledger import KeyLedger
 from kvstore.store.key_ring import KeyRing, open_key_source
 from kvstore.store.verification import ByteRate
@@ -88,7 +89,7 @@ def status(config: Config = None, json_: AsJson = False) -> int:
             return await runner.state()
 
     with quieted():
-        state = asyncio.run(ask(load_settings({}, config=config)))
+        state = asyncio.run(ask(_settings(config)))
     if json_:
         typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
     elif state is None:
@@ -101,7 +102,7 @@ def status(config: Config = None, json_: AsJson = False) -> int:
 @migrate.command()
 def plan(config: Config = None, json_: AsJson = False) -> int:
     """Show what a run would process: records and bytes by tier and tenant. Changes nothing and reads no record."""
-    settings = load_settings({}, config=config)
+    settings = _settings(config)
 
     async def ask() -> list[dict[str, object]]:
         async with open_runner(settings) as runner:
@@ -160,7 +161,7 @@ def _work(
     word: str,
     then: Callable[[Settings, State], Awaitable[None]] | None = None,
 ) -> int:
-    settings, byte_rate = load_settings({}, config=config), ByteRate(parse_size(rate, "rate"))
+    settings, byte_rate = _settings(config), ByteRate(parse_size(rate, "rate"))
 
     async def work() -> State:
         with _bar(quiet=json_) as bar:
@@ -175,6 +176,17 @@ def _work(
         state = asyncio.run(work())
     typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
     return INCOMPLETE if any(state.totals.get(name) for name in _LEFT_ALONE) else 0
+
+
+def _settings(config: Path | None) -> Settings:
+    """Those of the service that runs, else those here; said on stderr."""
+    store = store_in_use("", None, config)
+    store.check()
+    for name in ("hot", "cold", "encryption_keys"):
+        if (why := store.obstacle(name)) is not None:
+            raise InvalidRequest(why, field=name)
+    typer.echo(str(store), err=True)
+    return store.settings
 
 
 async def _forget_keys(settings: Settings, state: State) -> None:

@@ -15,15 +15,18 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
+from kvstore.cli.administering import AdminClient
 from kvstore.cli.bars import bar_of
-from kvstore.cli.options import Config
+from kvstore.cli.options import Config, TokenFile
 from kvstore.cli.quieting import quieted
+from kvstore.cli.store_in_use import ByService, ServiceUrl, StoreInUse, client_of, store_in_use
+from kvstore.cli.watching import watched
 from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.settings import Settings, load_settings
+from kvstore.settings import Settings
 from kvstore.store.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
@@ -35,10 +38,13 @@ Locations = Mapping[Level, HotLocation | ColdLocation]
 _CALL_S = 30.0
 
 
-def reindex(
+def reindex(  # noqa: PLR0917 - typer makes flags of them
     config: Config = None,
     restart: Annotated[bool, typer.Option(help="Start over instead of continuing an interrupted run.")] = False,
     state: Annotated[Path | None, typer.Option(help="Folder for the progress of interrupted runs.")] = None,
+    url: ServiceUrl = "",
+    token_file: TokenFile = None,
+    by_service: ByService = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> int:
     """Rebuild the catalog from the records in Redis and S3, or in the directory, while services keep running.
@@ -46,20 +52,42 @@ def reindex(
     After an interruption run it again: it continues. Exit status: 0 done, 3 some records are of unknown namespaces,
     1 a tier failed, 2 a wrong call, 130 interrupted.
     """
-    settings = load_settings({}, config=config)
-    locations = _locations(settings)
+    store = store_in_use(url, token_file, config)
+    store.check()
+    if by_service:
+        return _by_service(store, client_of(store, token_file, config, _CALL_S), json_=json_)
+    locations = _locations(store)
+    settings = store.settings
+    typer.echo(str(store), err=True)
     remembered = _Remembered(state or default_directory(), locations)
     if restart:
         remembered.forget()
     with quieted():
         reports = asyncio.run(_run(settings, locations, remembered, quiet=json_))
     remembered.forget()
+    return _tell(reports, json_=json_)
+
+
+def _tell(reports: Mapping[str, ReindexReport], *, json_: bool) -> int:
+    """Print what was done; returns the exit status."""
     if json_:
         typer.echo(json.dumps({name: report.as_json() for name, report in reports.items()}))
     else:
         for name, report in reports.items():
             _show(name, report)
     return 3 if any(report.num_unknown for report in reports.values()) else 0
+
+
+def _by_service(store: StoreInUse, client: AdminClient, *, json_: bool) -> int:
+    """Have the service do it, one tier after the other; returns the exit status."""
+    reports = {}
+    levels = [one["level"] for one in client.get("tiers")["tiers"] if one["level"] != "memory"]
+    for level in levels:
+        is_last = level == levels[-1]
+        job = watched(client, f"tiers/{level}/reindex", query={"confirm": is_last}, quiet=json_)
+        name = str(getattr(store.settings, level)) if store.told_by else f"{level} of the service at {client.url}"
+        reports[name] = ReindexReport(**job["report"])
+    return _tell(reports, json_=json_)
 
 
 async def _run(
@@ -157,10 +185,11 @@ class _Remembered:
                 typer.echo(text, err=True)
 
 
-def _locations(settings: Settings) -> Locations:
-    named = {Level.HOT: settings.hot, Level.COLD: settings.cold}
+def _locations(store: StoreInUse) -> Locations:
+    named = {Level.HOT: store.location("hot"), Level.COLD: store.location("cold")}
     locations = {level: location for level, location in named.items() if not isinstance(location, NoTier)}
     if not locations:
+        settings = store.settings
         raise InvalidRequest("there is nothing to index: set hot or cold", hot=settings.hot, cold=settings.cold)
     return locations
 

@@ -30,7 +30,7 @@ def watched(
 
     Args:
         client: The service.
-        route: The route that starts the job.
+        route: The route that starts the job, like `tiers/cold/verify`.
         query: Query of that call.
         body: Body of that call.
         quiet: Show no bar.
@@ -43,7 +43,7 @@ def watched(
     bars = bar_of(*columns, TimeElapsedColumn(), quiet=quiet)
     job: Mapping[str, Any] | None = None
     try:
-        job = started = client.call("POST", route, query=query, body=body)
+        job = started = client.call("POST", *route.split("/"), query=query, body=body)
         with bars:
             bar = bars.add_task(str(started["kind"]), total=None, unit=started["progress"]["unit"])
             pause_s = _LOOK_S_MIN

@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 DIRECTORY_NAMES = ("directory", "directory.space", "directory.medium")
+_FOLDERS = (ROOT, "tmp", "quarantine")
+"""What the service keeps there."""
 _FILES_COUNTED_MAX = 50_000
 _PROBE_BYTES = 64 << 10
 _USEFUL_BYTES = 1 << 30
@@ -173,9 +175,19 @@ def read_facts(path: Path) -> DirectoryFacts:
 def _problem_of(place: Path, *, is_there: bool) -> str:
     if not place.is_dir():
         return f"{place} is not a directory"
-    if not is_there:  # the directory is not created for the check
-        return "" if os.access(place, os.W_OK | os.X_OK) else f"it does not exist, and {place} cannot be written to"
     probe = place / f"doctor-{secrets.token_hex(8)}"
+    if not is_there:  # a folder of another name is made, as the service would: rights alone do not tell
+        try:
+            probe.mkdir(mode=0o700)
+            probe.rmdir()
+        except OSError as error:
+            return f"it does not exist, and cannot be created in {place}: {error.strerror}"
+        return ""
+    for folder in _FOLDERS:
+        if (place / folder).exists() and not (place / folder).is_dir():
+            return f"{place / folder} is not a directory"
+        if (place / folder).exists() and not os.access(place / folder, os.W_OK | os.X_OK):
+            return f"{place / folder} cannot be written to"
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from kvstore.api import Ack, LeaseId, PageStore, Progress, Retention
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
@@ -11,7 +12,6 @@ from kvstore.format.record import read_record
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.recent import Recent
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
@@ -24,14 +24,20 @@ class Answers:
     Args:
         store: Holds the pages.
         describe: The service's own part of `status`.
+        settings: A part of `status` for peers that may see everything, as `told_settings` returns it.
 
     A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
     """
 
-    def __init__(self, store: PageStore, describe: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        describe: Callable[[], Mapping[str, object]],
+        settings: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.store = store
+        self._settings = settings
         self._describe = describe
-        self._recent = Recent()
         self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
 
     async def answer(
@@ -90,9 +96,9 @@ class Answers:
                 return messages.Explained(request.id, values)
             case messages.Status():
                 values = dict(await self.store.status(deadline=deadline))
-                return messages.StatusReply(
-                    request.id, {**values, "service": dict(self._describe()), "recent": self._recent.told()}
-                )
+                if sees_all:
+                    values |= self._settings
+                return messages.StatusReply(request.id, {**values, "service": dict(self._describe())})
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 
@@ -107,7 +113,6 @@ class Answers:
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
         if outcome.namespace is None or self._tenants.get(outcome.namespace) == tenant:
             self.store.tell(outcome)
-            self._recent.count(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str

@@ -23,6 +23,7 @@ from kvstore.service.running import serve_until_told
 from kvstore.service.secrets import secrets_of
 from kvstore.service.server import Server
 from kvstore.service.token_file import read_token
+from kvstore.service.told_settings import told_settings
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import TcpAddress
@@ -53,6 +54,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
             credentials=credentials,
             tls=tls,
             tracing=tracing,
+            settings=told_settings(settings),
             idle_exit_s=settings.idle_exit_s,
             on_ready=on_ready,
             beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TypeVar
 
@@ -39,6 +39,7 @@ async def serve_until_told(
     credentials: Credentials | None = None,
     tls: ServerTls | None = None,
     tracing: Tracing | None = None,
+    settings: Mapping[str, object] | None = None,
     idle_exit_s: float | None = None,
     on_ready: Callable[[Server], None] | None = None,
     beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
@@ -53,6 +54,7 @@ async def serve_until_told(
         credentials: Tokens of tenants.
         tls: For addresses that speak it.
         tracing: Makes a span of each request.
+        settings: Told to peers that may see everything.
         idle_exit_s: `None`: never ends by itself.
         on_ready: Called when all addresses accept.
         beside: Makes what else is open while it serves; opened after the addresses, closed before them.
@@ -66,7 +68,7 @@ async def serve_until_told(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with store as opened:
-        server = Server(opened, limits, token, credentials, tls, tracing=tracing)
+        server = Server(opened, limits, token, credentials, tls, tracing=tracing, settings=settings)
         try:
             await server.listen(addresses)
             async with beside(opened, server):

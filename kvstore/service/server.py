@@ -46,6 +46,7 @@ class Server:
             changed, and ends peers whose token is not good any more.
         tls: For addresses that speak it.
         tracing: Makes a span of each request.
+        settings: As `told_settings` returns them; told to peers that may see everything.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Server:
         tls: ServerTls | None = None,
         *,
         tracing: Tracing | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self._tracing = tracing
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
         self._tls = tls
-        self._answers = Answers(store, self.describe)
+        self._answers = Answers(store, self.describe, settings or {})
         self._credentials = credentials
         self._admission = PeerAdmission(token, credentials)
         self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, Tombstone
@@ -14,7 +15,10 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.store.manifests import Manifests
 from kvstore.store.reasons import LEFT
 
-__all__ = ["Absence", "AbsenceFinder"]
+__all__ = ["Absence", "AbsenceFinder", "Removals"]
+
+Removals = Mapping[tuple[NamespaceId, PrefixHash], Sequence[Tombstone]]
+"""What left, by boundary, the latest first."""
 
 _NAMESPACES_MAX = 64
 """Namespaces of the same tenant to compare with; each costs one read of a manifest and one of the catalog."""
@@ -51,7 +55,14 @@ class AbsenceFinder:
         self._manifests = manifests
 
     async def find(
-        self, namespace: NamespaceId, prefix: PrefixHash, groups: int, asked_s: int, *, deadline: Deadline
+        self,
+        namespace: NamespaceId,
+        prefix: PrefixHash,
+        groups: int,
+        asked_s: int,
+        *,
+        deadline: Deadline,
+        removals: Removals | None = None,
     ) -> Absence:
         """Why a boundary could not be used by a request.
 
@@ -61,6 +72,7 @@ class AbsenceFinder:
             groups: A bit for each group that was complete there at the time.
             asked_s: Time of the request, in seconds since the Unix epoch.
             deadline: When to give up.
+            removals: As `removals` returned them a moment ago; `None`: they are read.
 
         Raises:
             KVStoreError: The catalog did not answer.
@@ -70,7 +82,9 @@ class AbsenceFinder:
         if entry is not None and entry.first_use_s >= asked_s:
             since = {"stored_after_s": entry.first_use_s - asked_s}
         description = await self._manifests.describe(namespace, deadline=deadline)
-        tombstone = await self._tombstone(namespace, prefix, asked_s, deadline)
+        removals = removals if removals is not None else await self.removals(deadline=deadline)
+        left = removals.get((namespace, prefix), ())
+        tombstone = next((one for one in left if one.at_s <= asked_s), None)
         if groups:
             layout = description.layout() if description is not None else None
             return Absence("group_incomplete", {**_groups(layout, groups), **_left(tombstone, asked_s), **since})
@@ -84,14 +98,14 @@ class AbsenceFinder:
             return Absence("catalog_incomplete")
         return Absence("never_stored", since)
 
-    async def _tombstone(
-        self, namespace: NamespaceId, prefix: PrefixHash, asked_s: int, deadline: Deadline
-    ) -> Tombstone | None:
-        """The boundary's latest tombstone from before the request."""
-        for tombstone in await self._catalog.tombstones(limit=_TOMBSTONES_MAX, deadline=deadline):
-            if (tombstone.namespace, tombstone.prefix) == (namespace, prefix) and tombstone.at_s <= asked_s:
-                return tombstone
-        return None
+    async def removals(self, *, deadline: Deadline) -> Removals:
+        """What left, as far as the catalog remembers. It is read whole: read it once for several boundaries.
+
+        Raises:
+            KVStoreError: The catalog did not answer.
+        """
+        tombstones = await self._catalog.tombstones(limit=_TOMBSTONES_MAX, deadline=deadline)
+        return await asyncio.to_thread(_by_boundary, tombstones)  # many: engines are answered meanwhile
 
     async def _elsewhere(
         self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
@@ -119,6 +133,13 @@ class AbsenceFinder:
             name: f"{mine!r} here, {theirs!r} there" for name, (mine, theirs) in sorted(fields.items())[:_FIELDS_MAX]
         }
         return {"other_namespace": namespace.hex(), "fields": ", ".join(told), **told}
+
+
+def _by_boundary(tombstones: Sequence[Tombstone]) -> Removals:
+    found: dict[tuple[NamespaceId, PrefixHash], list[Tombstone]] = {}
+    for tombstone in tombstones:
+        found.setdefault((tombstone.namespace, tombstone.prefix), []).append(tombstone)
+    return found
 
 
 def _left(tombstone: Tombstone | None, asked_s: int) -> dict[str, object]:

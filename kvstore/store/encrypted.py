@@ -28,7 +28,6 @@ from kvstore.store import key_ledger
 from kvstore.store.key_ledger import KeyLedger, KeyState
 from kvstore.store.key_ring import Generation, KeySource
 from kvstore.store.operations import StoreOperations
-from kvstore.store.reasons import REASONS
 from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
 
@@ -67,6 +66,7 @@ class EncryptedStore(PageStore):
         self._turns = asyncio.Semaphore(_THREADS)
         self._background = Background("encryption")
         self._background.spawn(self._refresh(), "keys")
+        inner.explain_keys(lambda tenant: self._key_reason(tenant, self.generations(tenant)))
 
     @property
     def operations(self) -> StoreOperations:
@@ -230,14 +230,7 @@ class EncryptedStore(PageStore):
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""
-        told = await self.inner.explain(request, deadline=deadline, tenant=tenant)
-        if told.get("reason") not in ("never_stored", "nothing_stored"):
-            return told
-        whose = str(told.get("tenant", ""))
-        reason = self._key_reason(whose, self.generations(whose))
-        if not reason:
-            return told
-        return {**told, "reason": reason, "why": REASONS[reason].why, "advice": REASONS[reason].advice}
+        return await self.inner.explain(request, deadline=deadline, tenant=tenant)
 
     async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
         return {**await self.inner.status(deadline=deadline), "encryption": {"keys": len(self._keys.ring)}}

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 
 from kvstore.api import Outcome
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
+from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.absence import Absence, AbsenceFinder
+from kvstore.store.absence import Absence, AbsenceFinder, Removals
 from kvstore.store.losses import Losses, ToldLoss
-from kvstore.store.reasons import REASONS, UNKNOWN
+from kvstore.store.reasons import REASONS, UNKNOWN, result_of
+from kvstore.store.recent import Recent
 
-__all__ = ["Explainer", "ToldOutcome", "result_of"]
+__all__ = ["Explainer", "ToldOutcome"]
 
 _KEPT = 2048
 """Latest outcomes of each tenant; tenants do not push out each other's."""
@@ -27,11 +31,20 @@ _LISTED = 100
 
 _TOLD_WITHIN_S = 5
 
+_WAITING_MAX, _TOGETHER = 256, 64
+"""Requests whose reason is to be found; found from one reading of what left."""
+_PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 30.0, 0.02
+"""Between two batches: so long at least and at most; else finding reasons takes this share of the time."""
+_LOOK_S = 2.0
+
 _NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: it is not stored, and nobody removed it."""
 
+_UNKNOWN = ("never_stored", "nothing_stored")
+"""Reasons that other requests, or the tenant's keys, may explain."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(eq=False, slots=True)
 class ToldOutcome:
     """An outcome as an engine reported it.
 
@@ -40,22 +53,38 @@ class ToldOutcome:
         at_ms: Time of the report, since the Unix epoch.
         number: Sequence number of the report.
         loss: The loss of a record that it needed, known at that time.
+        reason: Why the request was resumed no further, as its tenant may know it; until that was looked into, the
+            engine's own word.
+        operators_reason: Likewise, as an operator may know it, who sees what other tenants asked for.
     """
 
     outcome: Outcome
     at_ms: int
     number: int
     loss: ToldLoss | None = None
+    reason: str = ""
+    operators_reason: str = ""
+
+    def reason_for(self, tenant: str | None) -> str:
+        """The reason, for a tenant or, `None`, an operator."""
+        return self.operators_reason if tenant is None else self.reason
 
 
 class Explainer:
-    """Keeps the latest outcomes, and explains them on demand: recording one costs next to nothing.
+    """Keeps the latest outcomes, and finds out in the background why requests missed, a bounded number at a time, so
+    that lists and counts have the reasons that `explain` gives. Recording an outcome costs next to nothing.
 
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
         clock: For the time of day.
-        meters: Where to count: `requests{result,reason} request_tokens{part} saves_lost{reason}`.
+        meters: Where to count: `requests{result,reason} request_tokens{part} saves_lost{reason}`. A request is counted
+            once its reason is known.
         hides: Whether the weights of a namespace are retired.
+        background: Owns the task that finds reasons.
+
+    Attributes:
+        recent: The counts of the last minutes, with the reasons that tenants may know.
+        key_reason: Why the keys of a tenant may cost hits, as a word of `REASONS`; empty: they do not.
     """
 
     def __init__(
@@ -64,34 +93,95 @@ class Explainer:
         clock: Clock,
         meters: Meters,
         hides: Callable[[NamespaceId], bool] = lambda namespace: False,
+        *,
+        background: Background,
     ) -> None:
         self._absence = absence
         self._hides = hides
         self._clock = clock
         self._meters = meters
+        self._background = background
         self._told: dict[str, OrderedDict[str, ToldOutcome]] = {}  # by tenant, by request
+        self._waiting: deque[ToldOutcome] = deque()
+        self._looking: asyncio.Task[None] | None = None
         self._numbers = count()
         self._losses = Losses()
+        self.recent = Recent(clock)
+        self.key_reason: Callable[[str], str] = lambda tenant: ""
 
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place. A loss is kept beside the outcomes."""
         now_ms = self._clock.wall_ms()
         if outcome.is_loss:
             self._losses.note(outcome, now_ms)
+            self.recent.count(outcome)
             if outcome.num_lost:
                 reason = outcome.reason if outcome.reason in REASONS else "other"
                 self._meters.add("saves_lost", outcome.num_lost, reason=reason)
             return
-        told = self._told.setdefault(outcome.tenant, OrderedDict())
-        told.pop(outcome.request, None)
+        kept = self._told.setdefault(outcome.tenant, OrderedDict())
+        kept.pop(outcome.request, None)
         # now, since a request that misses for a loss may lose the same record itself, which is no reason for its miss
-        told[outcome.request] = ToldOutcome(outcome, now_ms, next(self._numbers), self._loss_of(outcome, now_ms))
-        if len(told) > _KEPT:
-            told.popitem(last=False)
-        self._count(outcome)
+        loss = self._loss_of(outcome, now_ms)
+        told = ToldOutcome(outcome, now_ms, next(self._numbers), loss, outcome.reason, outcome.reason)
+        kept[outcome.request] = told
+        if len(kept) > _KEPT:
+            kept.popitem(last=False)
+        if (known := self._known(outcome)) is not None:
+            told.reason = told.operators_reason = known.reason
+            self._count(told)
+        else:
+            self._look_later(told)
 
-    def _count(self, outcome: Outcome) -> None:
-        reason = outcome.reason if outcome.reason in REASONS else "other"  # a newer engine's words add no meters
+    def _known(self, outcome: Outcome) -> Absence | None:
+        """The reason, where it need not be looked for."""
+        # a tier that did not answer may have held it: nobody can say that it was not stored
+        if outcome.detail.get("silent"):
+            return Absence("tier_failed")
+        if outcome.stop is None:
+            return Absence(outcome.reason)
+        if outcome.namespace is not None and self._hides(outcome.namespace):
+            return Absence("weights_retired")
+        return None
+
+    def _look_later(self, told: ToldOutcome) -> None:
+        """Have the reason found. With too many that wait it is not, which its reason says: the others are a sample."""
+        if len(self._waiting) >= _WAITING_MAX:
+            told.reason = told.operators_reason = "not_looked_into"
+            self._count(told)
+            return
+        self._waiting.append(told)
+        if self._looking is None or self._looking.done():
+            with suppress(Closed):
+                self._looking = self._background.spawn(self._look_into_waiting(), "reasons", is_nobodys=True)
+
+    async def _look_into_waiting(self) -> None:
+        """Find the reasons of those that wait, in batches, for a small share of the time."""
+        pause_s = _PAUSE_S
+        while self._waiting:
+            await asyncio.sleep(pause_s)
+            started_s = self._clock.monotonic_s()
+            batch = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+            removals = None
+            with suppress(KVStoreError):  # each look fails likewise, and says so
+                if self._absence is not None:
+                    removals = await self._absence.removals(deadline=self._soon())
+            for told in batch:
+                found = await self._look(told, self._soon(), removals)
+                told.reason = self._judge(told, found, told.outcome.tenant).reason
+                told.operators_reason = self._judge(told, found, None).reason
+                self._count(told)
+                await asyncio.sleep(0)
+            took_s = self._clock.monotonic_s() - started_s
+            pause_s = min(_PAUSE_S_MAX, max(_PAUSE_S, took_s / _SHARE))
+
+    def _soon(self) -> Deadline:
+        return Deadline.after(_LOOK_S, self._clock)
+
+    def _count(self, told: ToldOutcome) -> None:
+        outcome, reason = told.outcome, told.operators_reason
+        self.recent.count(outcome, told.reason)
+        reason = reason if reason in REASONS else "other"  # a newer engine's words add no meters
         local = min(outcome.local_tokens, outcome.resume_tokens)
         self._meters.add("requests", result=result_of(outcome), reason=reason)
         self._meters.add("request_tokens", outcome.prompt_tokens, part="prompt")
@@ -107,20 +197,18 @@ class Explainer:
     async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
         """As `PageStore.explain`."""
         if not request:
-            return {"requests": [_summary(told) for told in self.latest(tenant)[:_LISTED]]}
+            return {"requests": [_summary(told, tenant) for told in self.latest(tenant)[:_LISTED]]}
         told = self._find(request, tenant)
         outcome = told.outcome
-        found = Absence(outcome.reason)
-        # a tier that did not answer may have held it: nobody can say that it was not stored
-        if outcome.detail.get("silent"):
-            found = Absence("tier_failed")
-        elif outcome.stop is not None and outcome.namespace is not None and self._hides(outcome.namespace):
-            found = Absence("weights_retired")
-        elif outcome.stop is not None:
-            found = await self._look(told, tenant, deadline)
+        if (found := self._known(outcome)) is None:
+            found = self._judge(told, await self._look(told, deadline), tenant)
+        if tenant is None:  # lists say the same from now on
+            told.operators_reason = found.reason
+        else:
+            told.reason = found.reason
         reason = REASONS.get(found.reason, UNKNOWN)
         return {
-            **_summary(told),
+            **_summary(told, tenant),
             "namespace": outcome.namespace.hex() if outcome.namespace is not None else "",
             "cap_tokens": outcome.cap_tokens,
             "local_tokens": outcome.local_tokens,
@@ -153,26 +241,33 @@ class Explainer:
             )
         return found[0]
 
-    async def _look(self, told: ToldOutcome, tenant: str | None, deadline: Deadline) -> Absence:
+    async def _look(self, told: ToldOutcome, deadline: Deadline, removals: Removals | None = None) -> Absence:
+        """Why what a request needed was not stored, as far as the catalog and losses tell."""
         outcome = told.outcome
         assert outcome.stop is not None
         if self._absence is None or outcome.namespace is None:
-            return self._lost(told, Absence(outcome.reason)) or self._apart(told, tenant) or Absence(outcome.reason)
+            return self._lost(told, Absence(outcome.reason)) or Absence(outcome.reason)
         vanished = outcome.reason == "gone"  # between lookup and fetch: the catalog learns why at about this time
         asked_s = told.at_ms // 1000 + (_TOLD_WITHIN_S if vanished else 0)
         try:
             found = await self._absence.find(
-                outcome.namespace, outcome.stop.prefix, outcome.groups, asked_s, deadline=deadline
+                outcome.namespace, outcome.stop.prefix, outcome.groups, asked_s, deadline=deadline, removals=removals
             )
         except KVStoreError as error:
             found = Absence(outcome.reason, {"catalog": str(error)})
             return self._lost(told, found) or found
         if vanished:
             return found if "left" in found.detail else Absence("gone")
-        if (lost := self._lost(told, found)) is not None:
-            return lost
-        if found.reason in ("never_stored", "catalog_incomplete"):
-            return self._apart(told, tenant) or found
+        return self._lost(told, found) or found
+
+    def _judge(self, told: ToldOutcome, found: Absence, tenant: str | None) -> Absence:
+        """What was found, or what explains it: for a tenant or, `None`, an operator to know."""
+        has_catalog = self._absence is not None and told.outcome.namespace is not None
+        is_open = found.reason in ("never_stored", "catalog_incomplete") if has_catalog else found.reason in _UNKNOWN
+        if is_open and (apart := self._apart(told, tenant)) is not None:
+            return apart
+        if found.reason in _UNKNOWN and (why := self.key_reason(told.outcome.tenant)):
+            return Absence(why, found.detail)
         return found
 
     def _loss_of(self, outcome: Outcome, now_ms: int) -> ToldLoss | None:
@@ -214,7 +309,7 @@ class Explainer:
         return None
 
 
-def _summary(told: ToldOutcome) -> dict[str, object]:
+def _summary(told: ToldOutcome, tenant: str | None) -> dict[str, object]:
     outcome = told.outcome
     return {
         "request": outcome.request,
@@ -223,16 +318,9 @@ def _summary(told: ToldOutcome) -> dict[str, object]:
         "prompt_tokens": outcome.prompt_tokens,
         "resume_tokens": outcome.resume_tokens,
         "result": result_of(outcome),
-        "reason": outcome.reason,
+        "reason": told.reason_for(tenant),
     }
 
 
 def _time(at_ms: int) -> str:
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
-
-
-def result_of(outcome: Outcome) -> str:
-    """`hit`, `part`, `miss` or `local`, as docs/explain.md tells them apart."""
-    if outcome.resume_tokens <= outcome.local_tokens:
-        return "local" if outcome.local_tokens and outcome.reason == "held_by_engine" else "miss"
-    return "hit" if outcome.resume_tokens >= outcome.cap_tokens else "part"

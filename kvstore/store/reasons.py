@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.catalog.base import LeaveReason
+from kvstore.model.outcome import Outcome
 
-__all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason"]
+__all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason", "result_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,10 @@ REASONS = {
         "nothing usable was found; whether it was stored before is not known here",
         "a Redis as hot, or a directory as cold, keeps a catalog, which tells more",
     ),
+    "not_looked_into": Reason(
+        "nothing usable was found; more requests missed at that time than are looked into",
+        "`kvstore explain` looks into this one; the reasons of others are those of a sample",
+    ),
     "catalog_incomplete": Reason(
         "the catalog does not know of everything that is stored", "`kvstore reindex` makes it anew from the records"
     ),
@@ -160,3 +165,10 @@ LEFT = {
     LeaveReason.BROKEN: "broken",
 }
 """The word for each reason to leave a level."""
+
+
+def result_of(outcome: Outcome) -> str:
+    """`hit`, `part`, `miss` or `local`, as docs/explain.md tells them apart."""
+    if outcome.resume_tokens <= outcome.local_tokens:
+        return "local" if outcome.local_tokens and outcome.reason == "held_by_engine" else "miss"
+    return "hit" if outcome.resume_tokens >= outcome.cap_tokens else "part"

@@ -127,7 +127,7 @@ class TieredStore(PageStore):
         )
         absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
         self._orders = orders
-        self._explainer = Explainer(absence, clock, self.meters, self._is_retired)
+        self._explainer = Explainer(absence, clock, self.meters, self._is_retired, background=self._background)
         self.operations = StoreOperations(
             memory,
             hot,
@@ -330,6 +330,10 @@ class TieredStore(PageStore):
     def tell(self, outcome: Outcome) -> None:
         self._explainer.tell(outcome)
 
+    def explain_keys(self, reason: Callable[[str], str]) -> None:
+        """Have misses explained by keys: `reason` returns a word of `REASONS` for a tenant, or an empty one."""
+        self._explainer.key_reason = reason
+
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         self._check_open()
         return await self._explainer.explain(request, tenant, _leave_time(deadline))
@@ -350,6 +354,7 @@ class TieredStore(PageStore):
             "write_back": self._saver.describe(),
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
+            "recent": self._explainer.recent.told(),
         }
 
     async def _tier_status(self, tier: Tier, deadline: Deadline) -> dict[str, object]:

@@ -119,6 +119,14 @@ class Engine:
         eventually(told)
         return answers[0]
 
+    def listed(self) -> dict[str, str]:
+        """By request, the reason in the list of the latest ones."""
+        told = self.bridge.run(lambda store: store.explain("", deadline=soon(), tenant=None))
+        return {one["request"]: one["reason"] for one in told["requests"]}
+
+    def num_tombstones(self) -> int:
+        return len(self.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=9, deadline=soon())))
+
     def close(self) -> None:
         for state in self.side.ledger:
             self.side.on_finished(state.request_id)
@@ -227,6 +235,36 @@ def test_another_salt(tmp_path: Path) -> None:
         assert at.ask("b", "prompt", cache_salt="blue") == 0
         told = at.explain("b")
         assert (told["reason"], told["detail"]["other_request"]) == ("other_salt", "a")
+
+
+def test_lists_and_counts_have_the_reasons_of_explain(tmp_path: Path) -> None:
+    """Of misses for four causes, which the engine cannot tell apart: the list, the counts of the last minutes, and the
+    meter have for each what `explain` says of it, though nobody has asked for an explanation."""
+    settings = directory(tmp_path, disk_bytes=3 * 8 * 4096, retention_policy="lru")
+    with engine(settings, tmp_path, dtype="bfloat16", element_bytes=2, compute_dtype="bfloat16") as at:
+        at.keep("typed", ends=[64])
+    with engine(settings, tmp_path) as at:
+        at.keep("first")
+        for number in range(6):
+            at.keep(f"other {number}")
+        eventually(lambda: at.num_tombstones() > 0)
+    with engine(settings, tmp_path) as at:
+        at.keep("salted", ends=[64])
+        assert at.ask("a warm one", "salted") == 64
+        asked = {"salt": "salted", "dtype": "typed", "evicted": "first", "never": "new"}
+        for cause, prompt in asked.items():
+            at.ask(cause, prompt, **({"cache_salt": "blue"} if cause == "salt" else {}))
+        eventually(lambda: set(asked) <= set(at.listed()) and "nothing_stored" not in at.listed().values())
+        listed = {cause: reason for cause, reason in at.listed().items() if cause in asked}
+        status = at.bridge.run(lambda store: store.status(deadline=soon()))
+        assert listed == {cause: at.explain(cause)["reason"] for cause in asked}
+        assert listed["salt"] == "other_salt" and listed["never"] == "never_stored"
+        for reason in set(listed.values()):
+            num = sum(one == reason for one in at.listed().values())
+            assert status["recent"]["reasons"][reason] == num
+            counted = [value for name, value in status["counters"].items() if f'reason="{reason}"' in name]
+            assert sum(counted) == num
+        assert "nothing_stored" not in status["recent"]["reasons"]
 
 
 def test_lost_by_redis(redis: RedisServer, tmp_path: Path) -> None:
@@ -370,3 +408,28 @@ async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
         assert [one["request"] for one in everything["requests"][:2]] == ["red 4999", "red 4998"]
     finally:
         await store.aclose()
+
+
+async def test_more_misses_than_are_looked_into(tmp_path: Path) -> None:
+    """A flood of misses: each has a reason at once or soon, those that were not looked into say so, the counts add up,
+    and who asks for one of them is told its own."""
+    prompt = Prompt(HYBRID, "a", 128)
+    async with open_store(directory(tmp_path)) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        for number in range(1000):
+            miss = Outcome(f"r{number}", prompt.namespace, 128, 112, 0, 0, "nothing_stored", stop=prompt.boundary(64))
+            store.tell(miss)
+
+        async def reasons() -> dict[str, int]:
+            status: Any = await store.status(deadline=soon())
+            return dict(status["recent"]["reasons"])
+
+        async with asyncio.timeout(60):
+            while sum((await reasons()).values()) < 1000:
+                await asyncio.sleep(0.05)
+        found = await reasons()
+        assert set(found) == {"never_stored", "not_looked_into"} and found["never_stored"] >= 256
+        told: Any = await store.explain("r999", deadline=soon())
+        assert told["reason"] == "never_stored"
+        listed: Any = await store.explain("", deadline=soon())
+        assert listed["requests"][0]["reason"] == "never_stored", "the list says what was explained"

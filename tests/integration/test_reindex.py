@@ -205,16 +205,19 @@ def test_a_killed_reindex_goes_on(
         environment = {**os.environ, **_variables(shared_redis, cold), "DIE_IN": die_in}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        told.append(done.stderr.strip())
+        told.append(done.stderr.strip().splitlines())
     assert _reindex(shared_redis, cold, tmp_path / "state", monkeypatch) == 0
     printed = capfd.readouterr()
-    told.append(printed.err.strip())
+    told.append(printed.err.strip().splitlines())
     hot = str(settings.hot)
-    assert told == [
-        "",
-        f"{hot}: continues after 100 records of an interrupted run",
-        f"{hot}: done already, by an interrupted run\n"
-        f"{settings.cold}: continues after 100 records of an interrupted run",
+    assert all(lines[0].startswith(f"store: hot {hot}, cold {settings.cold}") for lines in told)
+    assert [lines[1:] for lines in told] == [
+        [],
+        [f"{hot}: continues after 100 records of an interrupted run"],
+        [
+            f"{hot}: done already, by an interrupted run",
+            f"{settings.cold}: continues after 100 records of an interrupted run",
+        ],
     ]
     report = json.loads(printed.out)[str(settings.cold)]
     assert (report["num_records"], report["num_skipped"], report["num_stale"]) == (num_records, 100, 0)

@@ -25,6 +25,7 @@ from kvstore.service.admin import (
     prefixes,
     quotas,
     requests,
+    settings,
     tiers,
     weights,
 )
@@ -41,7 +42,7 @@ _DESCRIPTION = (
     "Looks at and operates a kvstore service. Refusals are `application/problem+json`; times are seconds since the "
     "Unix epoch; a token sees, counts and touches what belongs to its tenant, an operator's all. See docs/admin.md."
 )
-_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers, history, events)
+_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers, settings, history, events)
 _MANAGEMENT = (deletions, maintenance, quotas, weights, gc, jobs)
 
 

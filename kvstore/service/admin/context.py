@@ -55,6 +55,7 @@ class AdminContext:
         followers: Who follows the events.
         holds: Whether a grant is still in force; safe from any thread.
         health_bridge: The way to the data loop for `/livez` and `/readyz`, which wait for nobody else's work.
+        settings: As `told_settings` returns them.
     """
 
     bridge: Bridge
@@ -71,6 +72,7 @@ class AdminContext:
     followers: Followers = field(default_factory=Followers)
     holds: Callable[[Grant], bool] = _any
     health_bridge: Bridge | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def soon(self, seconds: float = _CALL_S) -> Deadline:
         """When a call gives up."""

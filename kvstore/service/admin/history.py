@@ -14,8 +14,8 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import refusals
 from kvstore.service.credentials import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
-from kvstore.store.explaining import ToldOutcome, result_of
-from kvstore.store.reasons import REASONS, UNKNOWN
+from kvstore.store.explaining import ToldOutcome
+from kvstore.store.reasons import REASONS, UNKNOWN, result_of
 
 __all__ = ["router"]
 
@@ -141,7 +141,7 @@ async def _told(context: AdminContext, grant: Grant) -> list[Sample]:
 
 def _sample(told: ToldOutcome) -> Sample:
     outcome = told.outcome
-    reason = outcome.reason if outcome.reason in REASONS else "other"
+    reason = told.reason if told.reason in REASONS else "other"
     local = min(outcome.local_tokens, outcome.resume_tokens)
     counts = {
         f'requests{{reason="{reason}",result="{result_of(outcome)}"}}': 1.0,

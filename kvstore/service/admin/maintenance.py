@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
 
@@ -158,7 +159,7 @@ async def _verify(context: AdminContext, grant: Grant, level: Level, bytes_per_s
                 name: getattr(findings, name)
                 for name in ("num_records", "num_bytes", "num_whole", "num_bad", "num_gone", "num_unread")
             },
-            "bad": [{"name": bad.name, "reason": bad.reason} for bad in findings.bad[:_SHOWN_MAX]],
+            "bad": [asdict(bad) for bad in findings.bad[:_SHOWN_MAX]],
             "unread": findings.unread[:_SHOWN_MAX],
         }
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from kvstore.model.outcome import Outcome
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
-from kvstore.store.explaining import result_of
-from kvstore.store.reasons import REASONS
+from kvstore.store.reasons import REASONS, result_of
 
 __all__ = ["WINDOW_S", "Recent"]
 
@@ -37,15 +36,16 @@ class Recent:
         self._clock = clock
         self._steps: deque[_Step] = deque(maxlen=WINDOW_S // _STEP_S)
 
-    def count(self, outcome: Outcome) -> None:
-        """Add one request, or one loss."""
+    def count(self, outcome: Outcome, reason: str | None = None) -> None:
+        """Add one request, or one loss; `reason`: the one that was found, in place of the engine's own."""
+        reason = outcome.reason if reason is None else reason
         number = self._step()
         if not self._steps or self._steps[-1].number != number:
             self._steps.append(_Step(number))
         step = self._steps[-1]
         counts = step.counts
         if outcome.is_loss:
-            counts["losses", outcome.reason if outcome.reason in REASONS else "other"] += outcome.num_lost
+            counts["losses", reason if reason in REASONS else "other"] += outcome.num_lost
             if outcome.reason == "save_too_large":
                 sizes = (outcome.detail.get("needs_bytes"), outcome.detail.get("pinned_bytes"))
                 step.too_large = max(step.too_large, (_whole(sizes[0]), _whole(sizes[1])))
@@ -55,8 +55,8 @@ class Recent:
         counts["tokens", "prompt"] += outcome.prompt_tokens
         counts["tokens", "resumed"] += outcome.resume_tokens - local
         counts["tokens", "local"] += local
-        if outcome.reason:
-            counts["reasons", outcome.reason if outcome.reason in REASONS else "other"] += 1
+        if reason:
+            counts["reasons", reason if reason in REASONS else "other"] += 1
 
     def told(self) -> Mapping[str, object]:
         """`window_s`, and over it: `requests` by result, `tokens` by part, `reasons` why requests went no further,

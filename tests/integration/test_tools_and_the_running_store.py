@@ -1,0 +1,151 @@
+"""Tools look at the store that runs: a service that was started with flags, and tools in another, empty shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.servers.ports import free_ports
+
+pytestmark = pytest.mark.servers
+
+PASSWORD = "the-password-of-redis"
+COMMAND = [sys.executable, "-m", "kvstore.cli"]
+_OURS = ("KVSTORE_", "AWS_", "XDG_")
+
+
+@dataclass(frozen=True)
+class QuickStart:
+    """A service that got everything by flags and by the AWS environment, as the quick start says."""
+
+    redis: RedisServer
+    rgw: CephRgw
+    bucket: str
+    hot: str
+    listen: str
+    admin: str
+    home: Path
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """A tool in a shell that knows nothing but the variables named."""
+        bare = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        shell = {**bare, "HOME": str(self.home), **environment}
+        return subprocess.run(
+            [*COMMAND, *arguments], env=shell, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    @property
+    def login(self) -> dict[str, str]:
+        """What services never tell."""
+        keys = {"AWS_ACCESS_KEY_ID": self.rgw.access_key, "AWS_SECRET_ACCESS_KEY": self.rgw.secret_key}
+        return {**keys, "KVSTORE_HOT": self.hot}
+
+    def findings(self, done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+        return {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+
+
+@pytest.fixture(scope="module")
+def started(shared_rgw: CephRgw, tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuickStart]:
+    bucket, folder = f"tools-{secrets.token_hex(4)}", tmp_path_factory.mktemp("tools")
+    shared_rgw.create_bucket(bucket)
+    with redis_server(password=PASSWORD, arguments=("--maxmemory", "300mb")) as redis:
+        hot = f"redis://:{PASSWORD}@{redis.host}:{redis.port}/0"
+        admin, listen = f"127.0.0.1:{free_ports(1)[0]}", f"unix:{folder}/s"
+        flags = ["--listen", listen, "--hot", hot, "--cold", f"s3://{bucket}/pages", "--memory-bytes", "16MiB"]
+        environment = {
+            **os.environ,
+            "AWS_ENDPOINT_URL_S3": shared_rgw.endpoint_url,
+            "AWS_REGION": shared_rgw.region,
+            "AWS_ACCESS_KEY_ID": shared_rgw.access_key,
+            "AWS_SECRET_ACCESS_KEY": shared_rgw.secret_key,
+        }
+        command = [*COMMAND, "serve", *flags, "--admin-listen", admin]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as service:
+            try:
+                assert service.stderr is not None
+                assert any("ready:" in line for line in service.stderr)
+                threading.Thread(target=service.stderr.read, daemon=True).start()
+                yield QuickStart(redis, shared_rgw, bucket, hot, listen, admin, folder)
+            finally:
+                service.kill()
+
+
+@pytest.mark.parametrize("by", ["KVSTORE_LISTEN", "KVSTORE_ADMIN_LISTEN"])
+def test_doctor_examines_the_servers_of_the_service(started: QuickStart, by: str) -> None:
+    """Whichever of its ports a shell knows: with the logins it examines the very Redis and bucket, by their addresses;
+    a fault of that Redis is found, which nothing in the shell names but the login.
+    """
+    address = {by: started.listen if by == "KVSTORE_LISTEN" else started.admin}
+    done = started.run("doctor", "--json", "--timeout", "30", **address, **started.login)
+    store = json.loads(done.stdout)["store"]
+    assert store["cold"] == f"s3://{started.bucket}/pages"
+    found = started.findings(done)
+    assert found["store"]["verdict"] == "ok" and found["service"]["verdict"] == "ok"
+    assert "noeviction" in found["redis.policy"]["seen"], found["redis"]
+    assert found["s3.rights"]["verdict"] == "ok", found["s3"]
+    assert found["s3.conditional_writes"]["verdict"] == "ok"
+
+
+def test_doctor_is_not_green_about_what_it_could_not_see(started: QuickStart) -> None:
+    """Without the logins: a warning for each tier that says which login is missing, and how to give it. Never `ok`,
+    never `skipped`; and the logins are not in what was printed."""
+    done = started.run("doctor", "--json", "--timeout", "30", KVSTORE_LISTEN=started.listen)
+    found = started.findings(done)
+    assert found["redis"]["verdict"] == found["s3"]["verdict"] == "warning"
+    assert "not looked at" in found["redis"]["seen"] and "KVSTORE_HOT" in found["redis"]["fix"]
+    assert "AWS_ACCESS_KEY_ID" in found["s3"]["seen"]
+    for secret in (PASSWORD, started.rgw.secret_key, started.rgw.access_key):
+        assert secret not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("verb", [["reindex"], ["verify", "hot"], ["verify", "cold"]])
+def test_tools_work_on_the_store_of_the_service(started: QuickStart, verb: list[str]) -> None:
+    """With the logins, by themselves; without, they refuse and name what is missing; by the service they need none.
+    Each says which store it was. Nothing is made in the directory that an empty environment means."""
+    told = started.run(*verb, "--json", KVSTORE_LISTEN=started.listen, **started.login)
+    assert told.returncode == 0, told.stderr
+    assert f"s3://{started.bucket}/pages" in told.stderr and "told by" not in told.stdout
+    assert f"as the service at {started.listen} tells" in told.stderr
+    without = started.run(*verb, KVSTORE_LISTEN=started.listen)
+    assert without.returncode == 2 and "--by-service" in without.stderr
+    assert "KVSTORE_HOT" in without.stderr or "AWS_ACCESS_KEY_ID" in without.stderr
+    by_service = started.run(*verb, "--by-service", "--json", KVSTORE_LISTEN=started.listen)
+    assert by_service.returncode == 0, by_service.stderr
+    assert json.loads(by_service.stdout)
+    assert not (started.home / ".cache" / "kvstore" / "records").exists()
+    for done in (told, without, by_service):
+        assert PASSWORD not in done.stdout + done.stderr
+
+
+def test_two_stores_are_never_mixed_up(started: QuickStart, tmp_path: Path) -> None:
+    """Where the settings of the shell name another store than the service that runs, a tool refuses, and names both;
+    one of them is chosen by --url. `doctor` looks at the service's, and warns."""
+    other = {"KVSTORE_HOT": "memory:", "KVSTORE_COLD": f"file://{tmp_path}/records"}
+    (tmp_path / "records" / "v1").mkdir(parents=True)
+    mixed = started.run("reindex", **other, KVSTORE_LISTEN=started.listen)
+    assert mixed.returncode == 2
+    assert f"file://{tmp_path}/records" in mixed.stderr and started.listen in mixed.stderr and "--url" in mixed.stderr
+    own = started.run("reindex", "--url", "none", "--json", **other, KVSTORE_LISTEN=started.listen)
+    assert own.returncode == 0 and list(json.loads(own.stdout)) == [f"file://{tmp_path}/records"]
+    found = started.findings(started.run("doctor", "--json", **other, KVSTORE_LISTEN=started.listen))
+    assert found["store"]["verdict"] == "warning" and f"file://{tmp_path}/records" in found["store"]["seen"]
+
+
+def test_without_a_service_the_settings_of_the_shell_count(started: QuickStart, tmp_path: Path) -> None:
+    """And the tool says so, and where nobody answered."""
+    (tmp_path / "records" / "v1").mkdir(parents=True)
+    (port,) = free_ports(1)
+    place = {"KVSTORE_COLD": f"file://{tmp_path}/records", "KVSTORE_LISTEN": f"unix:{tmp_path}/none"}
+    done = started.run("verify", "cold", **place, KVSTORE_ADMIN_LISTEN=f"127.0.0.1:{port}")
+    assert done.returncode == 0
+    assert "the settings of this shell; no service answers at" in done.stderr and f"{tmp_path}/none" in done.stderr
