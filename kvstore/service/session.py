@@ -136,7 +136,7 @@ class Session:
                 self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
         if not self.held_bytes:
             return self._unsent.ended()
-        return self._unsent.seconds(self.connection.written_bytes - self.connection.unsent_bytes, now_s)
+        return self._unsent.seconds(self.connection.arrived_bytes, now_s)
 
     # called by the connection
 

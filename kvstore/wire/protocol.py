@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import struct
+import termios
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -115,6 +118,15 @@ class FrameConnection(asyncio.BufferedProtocol):
     def unsent_bytes(self) -> int:
         """Bytes that were written and that the kernel has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    @property
+    def arrived_bytes(self) -> int:
+        """Bytes that were written and that have left this side's kernel: the other side has read them, or could."""
+        if self._transport is None or (sock := self._transport.get_extra_info("socket")) is None:
+            return self.written_bytes
+        # asked, since the kernel calls a socket writable only when a third of a buffer of megabytes is free
+        (queued_bytes,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+        return self.written_bytes - self.unsent_bytes - int(queued_bytes)
 
     @property
     def open(self) -> bool:
