@@ -43,6 +43,12 @@ CONFIG_VARIABLE = "KVSTORE_CONFIG"
 TOKEN_VARIABLE = "KVSTORE_TOKEN"
 """Holds the token of verbs that ask a service, where no file does; services do not read it."""
 
+_SECONDS_MAX = 10**9
+"""Thirty years; of milliseconds eleven days."""
+_TEXT_CHARS_MAX = 4096
+"""Longer than any path; a longer list of quotas stands in the file as a table."""
+_SHOWN_CHARS_MAX = 100
+
 _FOREIGN_PREFIXES = ("KVSTORE_CONNECTOR_", "KVSTORE_TEST_")
 """The engine's side, and the test suite, read these."""
 
@@ -110,8 +116,8 @@ def _quota(tenant: str, given: object) -> Quota:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Millis = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=_SECONDS_MAX, allow_inf_nan=False)]
+Millis = Annotated[int, Field(gt=0, le=_SECONDS_MAX)]
 
 
 def _tenth_of_ram() -> int:
@@ -228,7 +234,7 @@ class Settings(BaseSettings):
     write_back_in_flight: Annotated[int, Field(ge=1, le=256)] = 4
     pending_bytes: Bytes = 8 << 30
     pending_lease_s: Seconds = 30.0
-    drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    drain_timeout_s: Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)] = 5.0
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] | None = None
     traces_share: Annotated[float, Field(ge=0, le=1)] = 0.01
@@ -288,6 +294,9 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         if isinstance(value, dict) and name not in Settings.model_fields:
             raise InvalidRequest(f"settings stand at the top of {config}: remove the line [{name}]")
     _refuse_unknown(from_file, f"key in {config}")
+    for name, value in {**from_file, **_lower(environment), **given}.items():
+        if isinstance(value, str) and len(value) > _TEXT_CHARS_MAX:
+            raise InvalidRequest(f"setting {name}: expected at most {_TEXT_CHARS_MAX} characters", seen=len(value))
     weaker = {name: value for name, value in from_file.items() if name not in in_environment}
     try:
         settings = Settings(**{**weaker, **given})
@@ -325,8 +334,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise InvalidRequest("cannot read the settings file", path=path, error=error.strerror) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest("the settings file is not TOML", path=path, error=error) from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
+        raise InvalidRequest("the settings file is not TOML", path=path, error=_cut(str(error))) from error
 
 
 def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
@@ -334,7 +343,7 @@ def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
     for name in sorted(names):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise InvalidRequest(f"unknown {what} {spell(name)}: did you mean {spell(near)}?")
+            raise InvalidRequest(f"unknown {what} {_cut(spell(name))}: did you mean {spell(near)}?")
 
 
 def _explain(error: ValidationError, seen: Mapping[str, object]) -> str:
@@ -346,6 +355,17 @@ def _explain(error: ValidationError, seen: Mapping[str, object]) -> str:
         expected = expected[:1].lower() + expected[1:]
         value = seen.get(name)
         value = without_secrets(value) if isinstance(value, str) else value
-        shown = "" if "seen=" in expected else f" seen={value!r}"
-        lines.append(f"setting {name}: {expected}{shown}")
+        shown = "" if "seen=" in expected else f" seen={_cut(_shown(value))}"
+        lines.append(f"setting {name}: {_cut(expected, 3 * _SHOWN_CHARS_MAX)}{shown}")
     return "; ".join(lines)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        return "a number of thousands of digits"
+
+
+def _cut(text: str, most: int = _SHOWN_CHARS_MAX) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

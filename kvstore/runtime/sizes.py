@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["BYTES_MAX", "format_bytes", "parse_bytes"]
+
+BYTES_MAX = 1 << 60
+"""No memory, disk or bucket is larger."""
+_DIGITS_MAX = 40
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -17,15 +21,22 @@ def parse_bytes(value: object) -> int:
     """Parse a size in bytes: a whole number, or text like `8GiB`, `500 MB`, `1.5TiB`.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: It is neither, or more than 1 EiB.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+        return _checked(value)
+    number = rf"\s*(\d{{1,{_DIGITS_MAX}}}(?:\.\d{{1,{_DIGITS_MAX}}})?)\s*([A-Za-z]*)\s*"
+    match = re.fullmatch(number, value) if isinstance(value, str) else None
     unit = next((size for name, size in _UNITS.items() if match and name.lower() == match[2].lower()), None)
     if match is None or unit is None or ("." in match[1] and unit == 1):
         raise ValueError("expected bytes, like 8GiB, 500MB or 1048576")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    return _checked(int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit)
+
+
+def _checked(num_bytes: int) -> int:
+    if num_bytes > BYTES_MAX:
+        raise ValueError(f"expected at most {BYTES_MAX} bytes")
+    return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -231,7 +231,7 @@ def _parse(content: _Content, path: Path) -> Credentials:
         raise InvalidRequest("others may write the credentials: chmod go-w them", field="credentials_file", path=path)
     try:
         parsed = tomllib.loads(content.data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise InvalidRequest("cannot read the credentials", field="credentials_file", path=path, error=error) from error
     unknown = [name for name in parsed if name != "credential"]
     entries = parsed.get("credential", [])

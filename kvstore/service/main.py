@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,9 @@ __all__ = ["main", "serve_embedded", "serve_settings"]
 
 _log = logging.getLogger(__name__)
 
+_DESCRIPTORS_MIN, _DESCRIPTORS_MAX = 256, 1 << 16
+"""For the tiers, the files of an HTTP server, and the connections of some engines."""
+
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
     """Serve as the settings say, until SIGTERM or SIGINT, or until it has been idle for `idle_exit_s` if that is set.
@@ -40,6 +44,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
         KVStoreError: It cannot start; the message says what to change.
     """
     shape_logs(settings.log_format, secrets_of(settings))
+    _allow_descriptors()
     token = read_token(settings.token_file) if settings.token_file is not None else ""
     credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and credentials is None:
@@ -60,6 +65,25 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
             beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
         uvloop.run(serving)
+
+
+def _allow_descriptors() -> None:
+    """Let this process open as many files as the system allows it, up to 65,536; a connection is one.
+
+    Raises:
+        InvalidRequest: These are too few for a service.
+    """
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_unlimited = most == resource.RLIM_INFINITY
+    wanted = _DESCRIPTORS_MAX if is_unlimited else min(most, _DESCRIPTORS_MAX)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if not is_unlimited and most < _DESCRIPTORS_MIN:
+        raise InvalidRequest(
+            "the limit of open files is too low for a service: raise it (ulimit -Hn, or LimitNOFILE of its unit)",
+            expected=f"at least {_DESCRIPTORS_MIN}",
+            seen=most,
+        )
 
 
 def serve_embedded(

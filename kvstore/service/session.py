@@ -25,7 +25,7 @@ from kvstore.service.credentials import Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.newcomers import Newcomer
-from kvstore.service.stalls import Stall
+from kvstore.service.stalls import PROGRESS_BYTES, Stall
 from kvstore.wire import messages
 from kvstore.wire.convert import plain_text
 from kvstore.wire.failures import error_of
@@ -134,9 +134,9 @@ class Session:
             self._give_up()
             if is_in_head:
                 self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
-        if not self.held_bytes:
+        if not self.held_bytes and self.connection.queued_bytes < PROGRESS_BYTES:
             return self._unsent.ended()
-        return self._unsent.seconds(self.connection.written_bytes - self.connection.unsent_bytes, now_s)
+        return self._unsent.seconds(self.connection.arrived_bytes, now_s)
 
     # called by the connection
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["Stall"]
+__all__ = ["PROGRESS_BYTES", "Stall"]
 
-_PROGRESS_BYTES = 64 << 10
+PROGRESS_BYTES = 64 << 10
 """Less than this is no progress: a peer that moves a byte now and then would hold what it likes for ever."""
 
 
@@ -12,7 +12,7 @@ class Stall:
     """Measures for how long a count of bytes has hardly grown. Made for looks a second apart."""
 
     def __init__(self) -> None:
-        self._from_bytes = -_PROGRESS_BYTES
+        self._from_bytes = -PROGRESS_BYTES
         self._since_s = 0.0
 
     def seconds(self, num_bytes: int, now_s: float) -> float:
@@ -22,11 +22,11 @@ class Stall:
             num_bytes: The count.
             now_s: On the monotonic clock.
         """
-        if num_bytes - self._from_bytes >= _PROGRESS_BYTES:
+        if num_bytes - self._from_bytes >= PROGRESS_BYTES:
             self._from_bytes, self._since_s = num_bytes, now_s
         return now_s - self._since_s
 
     def ended(self) -> float:
         """Nothing has to move: it begins anew at the next look. Returns 0."""
-        self._from_bytes = -_PROGRESS_BYTES
+        self._from_bytes = -PROGRESS_BYTES
         return 0.0

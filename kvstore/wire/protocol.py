@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import struct
+import termios
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -22,6 +25,8 @@ _WRITE_HIGH_BYTES = 2 << 20
 _POSTED_BYTES_MAX = 4 << 20
 """Limit of unread `post` messages: a peer that sends requests but reads no answers is disconnected."""
 _LINGER_S = 1.0
+_TCP_INFO_ACKED = struct.Struct("=120xQ")
+"""`tcpi_bytes_acked` in the kernel's `struct tcp_info`."""
 _TCP_SILENCE_MS = 10_000
 """How long sent data may stay unacknowledged before the connection is considered dead."""
 
@@ -115,6 +120,32 @@ class FrameConnection(asyncio.BufferedProtocol):
     def unsent_bytes(self) -> int:
         """Bytes that were written and that the kernel has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes in this side's kernel that the other side has not taken. With TLS others may wait behind them, which
+        `unsent_bytes` does not count.
+        """
+        sock = self._socket()
+        return struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0] if sock is not None else 0
+
+    @property
+    def arrived_bytes(self) -> int:
+        """A count that grows as the other side takes what is sent to it.
+
+        The transport's buffer does not serve: the kernel takes from it only when a third of megabytes is free, and with
+        TLS it empties a record at a time.
+        """
+        sock = self._socket()
+        if sock is None:
+            return self.written_bytes
+        if sock.family == socket.AF_UNIX:
+            return self.written_bytes - self.unsent_bytes - self.queued_bytes
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_ACKED.size)
+        return int(_TCP_INFO_ACKED.unpack(info)[0])
+
+    def _socket(self) -> socket.socket | None:
+        return self._transport.get_extra_info("socket") if self._transport is not None else None
 
     @property
     def open(self) -> bool:

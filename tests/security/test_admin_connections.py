@@ -1,0 +1,126 @@
+"""Connections to the administration's port that say nothing, half of something, or read nothing: others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvstore.service.admin import connections, gate
+from kvstore.testing.attacked import AttackedService
+from kvstore.testing.servers.redis_tls import make_certificate
+from tests.unit.admin.admin_world import world
+
+HALVES = {
+    "nothing": b"",
+    "half a head": b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ",
+    "a second head": b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /livez HTTP/1.1\r\nHost: ",
+    "half a body": b"POST /v1/lookup HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer x\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{",
+}
+
+
+@pytest.fixture
+async def service(folder: Path) -> AsyncIterator[AttackedService]:
+    with AttackedService(folder, tokens={"x": "x"}) as made:
+        give_up_s = time.monotonic() + 60
+        while True:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"http://{made.admin}/readyz").status_code == 200:
+                    break
+            assert time.monotonic() < give_up_s, made.log_tail()
+            await asyncio.sleep(0.05)
+        yield made
+
+
+def said(address: str, data: bytes) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), 30)
+    sock.sendall(data)
+    return sock
+
+
+def is_ended(sock: socket.socket) -> bool:
+    sock.settimeout(0.0)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_silent_connections_keep_nobody_out(service: AttackedService, kind: str, tell: Callable[[str], None]) -> None:
+    """Three hundred of a kind come: all the time the health of the service and a token's requests are answered at once,
+    and few of them are kept."""
+    took_s = dict.fromkeys(("/livez", "/readyz", "/v1/tiers"), 0.0)
+    with ExitStack() as stack:
+        silent = []
+        for number in range(300):
+            silent.append(stack.enter_context(said(service.admin, HALVES[kind])))
+            if number % 10 == 0:
+                for path in took_s:
+                    started_s = time.monotonic()
+                    answer = httpx.get(
+                        f"http://{service.admin}{path}", headers={"Authorization": "Bearer x"}, timeout=20
+                    )
+                    took_s[path] = max(took_s[path], time.monotonic() - started_s)
+                    assert answer.status_code == 200 or (kind == "half a body" and path == "/v1/tiers"), answer.text
+        time.sleep(0.3)
+        kept = sum(not is_ended(sock) for sock in silent)
+    tell(f"{kind}: {kept} of 300 kept, answers within {max(took_s.values()) * 1e3:.0f} ms")
+    assert max(took_s.values()) < 2.0
+    assert kept <= connections._IDLE_MAX + gate._REQUESTS_MAX
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("kind", HALVES)
+async def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tls: bool) -> None:
+    """Whatever a connection stops in, it is closed at its deadline; with TLS also one without a handshake."""
+    for module, name in ((connections, "_HEAD_S"), (gate, "_BODY_S")):
+        monkeypatch.setattr(module, name, 0.5)
+    flags: dict[str, object] = {}
+    if tls:
+        certificate, key = make_certificate(tmp_path)
+        flags = {"admin_listen": "tls://127.0.0.1:0", "tls_certificate_file": certificate, "tls_key_file": key}
+    async with world(tmp_path, **flags) as made:
+        data = HALVES[kind].replace(b"Bearer x", b"Bearer red token")
+        socks = [await asyncio.to_thread(said, made.port.address, data) for _ in range(3)]
+        started_s = time.monotonic()
+        while sum(not is_ended(sock) for sock in socks):
+            assert time.monotonic() - started_s < 4.0
+            await asyncio.sleep(0.05)
+        for sock in socks:
+            sock.close()
+
+
+async def test_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for a large answer again and again and reads none of it."""
+    monkeypatch.setattr(connections, "_READ_S", 0.5)
+    request = b"GET /v1/openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer watcher token\r\n\r\n"
+    async with world(tmp_path) as made:
+        async with made.client("watcher") as client:
+            assert (await client.get("/livez")).status_code == 200
+        host, _, port = made.port.address.rpartition(":")
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(20)
+            await asyncio.to_thread(sock.connect, (host, int(port)))
+
+            def ask() -> None:
+                with suppress(ConnectionError):
+                    for _ in range(2000):
+                        sock.sendall(request * 10)
+                        time.sleep(0.005)
+                    raise AssertionError("it was not cut off")
+
+            await asyncio.to_thread(ask)

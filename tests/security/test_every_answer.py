@@ -1,0 +1,151 @@
+"""Every request is answered once, whatever the store returns; and its id is free from then on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.api import LeaseId, Lookup, PrefixQuery, Progress, Staged
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.server import Server
+from kvstore.testing.dict_store import DictStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.wire import convert, messages
+from kvstore.wire.address import parse_address
+from tests.security.raw_peer import RawPeer, head_bytes
+
+PROMPT = Prompt(ATTENTION, "answers", 128)
+OVER_64_BITS = 1 << 70
+
+
+class OddStore(DictStore):
+    """Returns what no message can hold.
+
+    Attributes:
+        odd: By the name of a call, what its answer is made of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd: dict[str, Any] = {}
+
+    async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
+        staged = await super().stage(query, deadline=deadline, progress=progress)
+        num_keys, num_bytes, sources = self.odd.get("stage", (len(staged.keys), staged.num_bytes, staged.sources))
+        key = RecordKey(query.namespace, query.boundaries[0].prefix, 0, 0)
+        return Staged(
+            staged.lease, staged.resume_tokens, (key,) * num_keys, ((0, 1),) * num_keys, sources, num_bytes, 60.0
+        )
+
+    async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
+        found = await super().lookup(query, deadline=deadline)
+        return Lookup(self.odd.get("lookup", found.resume_tokens), found.groups_present)
+
+    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+        return self.odd.get("status", await super().status(deadline=deadline))  # type: ignore[no-any-return]
+
+    async def release(self, lease: LeaseId) -> None:
+        await super().release(lease)
+
+
+@pytest.fixture
+async def served(folder: Path) -> AsyncIterator[tuple[OddStore, str]]:
+    store = OddStore()
+    server = Server(store)
+    await server.listen([parse_address(f"unix:{folder / 's'}")])
+    yield store, str(server.addresses[0])
+    await server.aclose()
+
+
+def opened(url: str) -> RawPeer:
+    peer = RawPeer(url)
+    peer.send(head_bytes(messages.OpenNamespace(1, 20_000, PROMPT.description.canonical)))
+    assert (peer.receive() or {})["type"] == "namespace_opened"
+    for record in PROMPT.records():
+        peer.send(head_bytes(messages.Save(1, 20_000, "memory"), record.num_bytes) + bytes(record.data))
+        assert (peer.receive() or {})["type"] == "saved"
+    return peer
+
+
+QUERY = convert.query_fields(PROMPT.query())
+ODD = {
+    "a stage of more records than a frame holds": ("stage", (800_000, 1, {}), messages.Stage(7, 20_000, **QUERY)),
+    "a stage of more bytes than 64 bits": ("stage", (1, OVER_64_BITS, {}), messages.Stage(7, 20_000, **QUERY)),
+    "a stage from a place without a name": ("stage", (1, 1, {"redis": object()}), messages.Stage(7, 20_000, **QUERY)),
+    "a lookup beyond 64 bits": ("lookup", OVER_64_BITS, messages.Lookup(7, 20_000, **QUERY)),
+    "a status with a damaged number": ("status", {"records": -OVER_64_BITS}, messages.Status(7, 20_000)),
+    "a status with a value of no type": ("status", {"records": object()}, messages.Status(7, 20_000)),
+    "a status with half a character": ("status", {"\udc80": 1}, messages.Status(7, 20_000)),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+async def test_answers_that_cannot_be_packed(served: tuple[OddStore, str], case: str) -> None:
+    """The request gets an error, once; what was leased for it is free; the connection and the id go on."""
+    store, url = served
+    call, value, request = ODD[case]
+    peer = await asyncio.to_thread(opened, url)
+    store.odd[call] = value
+    peer.send(head_bytes(request))
+    answer = await asyncio.to_thread(peer.receive)
+    assert answer is not None and (answer["type"], answer["id"], answer["kind"]) == ("error", 7, "InternalError")
+    async with asyncio.timeout(20):
+        while store.leases:
+            await asyncio.sleep(0.01)
+    store.odd.clear()
+    peer.send(head_bytes(request) + head_bytes(messages.Ping(8, 1000)))
+    answers = [await asyncio.to_thread(peer.receive) for _ in range(2)]
+    assert sorted((one or {})["id"] for one in answers) == [7, 8]
+    assert "error" not in [(one or {})["type"] for one in answers]
+    peer.die()
+
+
+@pytest.mark.parametrize("kind", ["save", "lookup", "status", "error", "load", "share_arena"])
+async def test_an_id_is_free_when_its_answer_is_there(served: tuple[OddStore, str], kind: str) -> None:
+    """Two hundred requests one after the other, all with one id, each sent in the moment in which the last answer was
+    received: each is answered, on the same connection."""
+    _, url = served
+    record = PROMPT.records()[0]
+    unknown = {**convert.key_fields(record.key), "namespace": bytes(16)}
+    frames = {
+        "save": head_bytes(messages.Save(5, 20_000, "memory"), record.num_bytes) + bytes(record.data),
+        "lookup": head_bytes(messages.Lookup(5, 20_000, **QUERY)),
+        "status": head_bytes(messages.Status(5, 20_000)),
+        "error": head_bytes(messages.Discard(5, 20_000, reason="", **unknown)),
+        "load": head_bytes(messages.Load(5, 20_000, bytes(16), **convert.key_fields(record.key))),
+        "share_arena": head_bytes(messages.ShareArena(5, 20_000)),
+    }
+
+    def ask() -> None:
+        with opened(url) as peer:
+            for number in range(200):
+                peer.send(frames[kind])
+                answer = peer.receive()
+                assert answer is not None and answer.get("id") == 5, (number, answer)
+
+    await asyncio.to_thread(ask)
+
+
+async def test_cancelled_requests_are_answered_once_too(served: tuple[OddStore, str]) -> None:
+    """A request is cancelled at any moment around its answer: one answer comes, and the id can be used again."""
+    _, url = served
+
+    def ask() -> None:
+        with opened(url) as peer:
+            for number in range(200):
+                peer.send(head_bytes(messages.Status(5, 20_000)))
+                if number % 2:
+                    peer.send(head_bytes(messages.Cancel(5)))
+                answer = peer.receive()
+                if not number % 2:
+                    peer.send(head_bytes(messages.Cancel(5)))
+                assert answer is not None and answer["id"] == 5 and answer["type"] in ("error", "status_reply")
+            peer.send(head_bytes(messages.Ping(6, 1000)))
+            assert (peer.receive() or {})["id"] == 6
+
+    await asyncio.to_thread(ask)

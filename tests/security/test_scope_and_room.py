@@ -1,0 +1,101 @@
+"""Saves that a token may not make, and saves that stop in the middle: they take no room from others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.server import Server
+from kvstore.testing.attacked import HEALTHY, AttackedService
+from kvstore.testing.dict_store import DictStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.wire import messages
+from kvstore.wire.address import parse_address
+from tests.security.raw_peer import RawPeer, head_bytes, prefix
+
+PROMPT = Prompt(ATTENTION, "room", 64, payload_bytes=1 << 20, tenant=HEALTHY)
+ROOM_BYTES = ServiceLimits().receive_bytes
+
+
+@pytest.fixture
+async def service(folder: Path) -> AsyncIterator[AttackedService]:
+    """With a reader, which may save nothing, beside the healthy client."""
+    with AttackedService(folder, tokens={"reader": "other"}, scopes={"reader": ("read",)}) as made:
+        give_up_s = time.monotonic() + 60
+        while True:
+            with suppress(OSError):
+                RawPeer(made.url, HEALTHY).die()
+                break
+            assert time.monotonic() < give_up_s, made.log_tail()
+            await asyncio.sleep(0.05)
+        yield made
+
+
+def save_s(service: AttackedService) -> float:
+    """How long a save of the healthy tenant takes."""
+    record = PROMPT.records()[0]
+    with RawPeer(service.url, HEALTHY) as peer:
+        peer.send(head_bytes(messages.OpenNamespace(1, 20_000, PROMPT.description.canonical)))
+        peer.receive()
+        started_s = time.monotonic()
+        peer.send(head_bytes(messages.Save(2, 20_000, "memory"), record.num_bytes) + bytes(record.data))
+        answer = peer.receive()
+        assert answer is not None and answer["type"] == "saved", answer
+        return time.monotonic() - started_s
+
+
+@pytest.mark.parametrize("num_bytes", [1, ROOM_BYTES // 2, ROOM_BYTES])
+def test_a_reader_announces_saves(service: AttackedService, num_bytes: int, tell: Callable[[str], None]) -> None:
+    """It announces four of them and sends a byte of each: others save at once. What it sends in full is refused for its
+    scope, and its connection goes on."""
+    readers = [RawPeer(service.url, "reader") for _ in range(4)]
+    for peer in readers:
+        peer.send(head_bytes(messages.Save(1, 20_000, "memory"), num_bytes) + b"\0")
+    took_s = save_s(service)
+    tell(f"{num_bytes} bytes announced four times: a save of another tenant takes {took_s * 1e3:.0f} ms")
+    assert took_s < 3.0
+    if num_bytes == ROOM_BYTES // 2:
+        readers[0].send(bytes(num_bytes - 1))
+    if num_bytes < ROOM_BYTES:
+        answer = readers[0].receive()
+        assert answer is not None and (answer["id"], answer["kind"]) == (1, "InvalidRequest"), answer
+        assert "scope save" in answer["message"]
+        readers[0].send(head_bytes(messages.Ping(1, 1000)))
+        assert (readers[0].receive() or {})["type"] == "pong"
+    for peer in readers:
+        peer.die()
+
+
+@pytest.mark.parametrize("kind", ["head", "payload"])
+async def test_what_stops_in_the_middle_is_given_up(folder: Path, kind: str) -> None:
+    """Peers stop in the middle of a record or of a head, long before its deadline: after the silence that is allowed
+    the room is others', and a connection that stands in a head is ended."""
+    server = Server(DictStore(), ServiceLimits(silence_timeout_s=0.5))
+    await server.listen([parse_address(f"unix:{folder / 's'}")])
+    url = str(server.addresses[0])
+    peers = await asyncio.to_thread(lambda: [RawPeer(url) for _ in range(4)])
+    for peer in peers:
+        if kind == "head":
+            peer.send(prefix(4 << 20) + bytes(1000))
+        else:
+            peer.send(head_bytes(messages.Save(1, 60_000, "memory"), ROOM_BYTES // 4) + bytes(1000))
+    async with asyncio.timeout(20):
+        if kind == "head":
+            while server.describe()["sessions"]:
+                await asyncio.sleep(0.05)
+        else:
+            while server.describe()["receive_bytes_used"] == 0:
+                await asyncio.sleep(0.01)
+            while server.describe()["receive_bytes_used"]:
+                await asyncio.sleep(0.05)
+    for peer in peers:
+        if kind == "head":
+            assert "did not arrive in time" in (await asyncio.to_thread(peer.receive) or {})["message"]
+        peer.die()
+    await server.aclose()

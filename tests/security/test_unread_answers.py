@@ -1,0 +1,144 @@
+"""Peers that ask and never read: cut off on every kind of connection, and what they hold is bounded meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.server import Server
+from kvstore.testing.attacked import HEALTHY, AttackedService, beside
+from kvstore.testing.dict_store import DictStore
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.redis_tls import make_certificate
+from kvstore.wire import convert, messages
+from kvstore.wire.address import parse_address
+from kvstore.wire.tls import ServerTls
+from tests.security.raw_peer import RawPeer, head_bytes
+
+MIB = 1 << 20
+NUM_PEERS = 100
+
+
+def prompt_of(number: int) -> Prompt:
+    """Four records of a MiB."""
+    return Prompt(ATTENTION, f"unread {number}", 128, payload_bytes=MIB, tenant=HEALTHY)
+
+
+@pytest.fixture(params=["unix", pytest.param("tcp", marks=pytest.mark.full)])
+async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[AttackedService]:
+    (port,) = free_ports(1)
+    listen = None if request.param == "unix" else f"tcp://127.0.0.1:{port}"
+    with AttackedService(folder, listen=listen, tokens={"x": "x"}) as made:
+        give_up_s = time.monotonic() + 60
+        while True:
+            with suppress(OSError):
+                RawPeer(made.url, HEALTHY).die()
+                break
+            assert time.monotonic() < give_up_s, made.log_tail()
+            await asyncio.sleep(0.05)
+        yield made
+
+
+def ask_for_much(peer: RawPeer, number: int) -> None:
+    """Save a prompt of one's own, stage it, and ask for each record eight times."""
+    prompt = prompt_of(number)
+    peer.send(head_bytes(messages.OpenNamespace(1, 20_000, prompt.description.canonical)))
+    assert (peer.receive() or {})["type"] == "namespace_opened"
+    for record in prompt.records():
+        peer.send(head_bytes(messages.Save(2, 20_000, "memory"), record.num_bytes) + bytes(record.data))
+        peer.receive()
+    peer.send(head_bytes(messages.Stage(3, 20_000, **convert.query_fields(prompt.query()))))
+    answer: dict[str, object] | None = {}
+    while answer is not None and answer.get("type") not in ("staged", "error"):
+        answer = peer.receive()
+    if answer is None or not answer.get("lease"):
+        return
+    lease = answer["lease"]
+    assert isinstance(lease, bytes)
+    for turn in range(8):
+        for at, record in enumerate(prompt.records()):
+            fields = convert.key_fields(record.key)
+            peer.send(head_bytes(messages.Load(100 + turn * 8 + at, 600_000, lease, **fields)))
+    peer.send(head_bytes(messages.Release(lease)))
+
+
+async def test_peers_that_read_nothing(service: AttackedService, tell: Callable[[str], None]) -> None:
+    """A hundred peers, each with records of its own that the memory tier evicts meanwhile, ask for 32 MiB each and read
+    nothing: all are cut off, and memory and a healthy client are as if they were not there."""
+    gone: list[int] = []
+
+    def attack() -> None:
+        with ExitStack() as stack:
+            peers: list[RawPeer] = []
+            for number in range(NUM_PEERS):
+                peer = stack.enter_context(RawPeer(service.url, HEALTHY))
+                peers.append(peer)
+                with suppress(OSError):
+                    ask_for_much(peer, number)
+            ends_s = time.monotonic() + 30
+            while sum(left := [not peer.is_ended() for peer in peers]) > NUM_PEERS // 20 and time.monotonic() < ends_s:
+                time.sleep(0.5)
+            gone.append(NUM_PEERS - sum(left))
+
+    seen = await beside(service, lambda: asyncio.to_thread(attack))
+    tell(f"{service.url.partition(':')[0]}: {gone[0]} of {NUM_PEERS} cut off; {seen}")
+    seen.check()
+    assert gone[0] >= NUM_PEERS * 9 // 10  # what fits the kernel's buffers is not asked for twice
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
+async def test_who_reads_slowly_stays(folder: Path, kind: str) -> None:
+    """A peer that reads a little every now and then gets all of its answers; one beside it that reads nothing is cut
+    off, after the silence that is allowed and not long after."""
+    tls = ServerTls(*make_certificate(folder)) if kind == "tls" else None
+    server = Server(DictStore(), ServiceLimits(silence_timeout_s=1.5), tls=tls)
+    await server.listen([parse_address(f"unix:{folder / 's'}" if kind == "unix" else f"{kind}://127.0.0.1:0")])
+    url = str(server.addresses[0])
+    prompt = Prompt(ATTENTION, "slow", 64, payload_bytes=8 * MIB)
+
+    def ask(peer: RawPeer) -> None:
+        record = prompt.records()[0]
+        peer.send(head_bytes(messages.OpenNamespace(1, 60_000, prompt.description.canonical)))
+        peer.receive()
+        for one in prompt.records():
+            peer.send(head_bytes(messages.Save(2, 60_000, "memory"), one.num_bytes) + bytes(one.data))
+            peer.receive()
+        peer.send(head_bytes(messages.Stage(3, 60_000, **convert.query_fields(prompt.query()))))
+        lease = (peer.receive() or {})["lease"]
+        for number in range(4):
+            fields = convert.key_fields(record.key)
+            peer.send(head_bytes(messages.Load(10 + number, 60_000, lease, **fields)))
+
+    def read_slowly(peer: RawPeer) -> int:
+        num_bytes = pause_at = 0
+        while num_bytes < 32 * MIB:
+            part = peer.sock.recv(MIB)
+            assert part, "a peer that reads was cut off"
+            num_bytes += len(part)
+            if num_bytes > pause_at:
+                pause_at += MIB
+                time.sleep(0.1)
+        return num_bytes
+
+    def both() -> None:
+        with RawPeer(url) as slow, RawPeer(url) as silent:
+            ask(slow)
+            ask(silent)
+            started_s = time.monotonic()
+            read_slowly(slow)
+            while not silent_ended(server):
+                assert time.monotonic() - started_s < 20
+                time.sleep(0.1)
+
+    def silent_ended(server: Server) -> bool:
+        return server.describe()["sessions"] == 1
+
+    await asyncio.to_thread(both)
+    await server.aclose()
