@@ -178,7 +178,7 @@ class Settings(BaseSettings):
         lease_s: How long staged records stay in memory when their engine stops responding. Longer pins memory for dead
             engines.
         stall_timeout_ms: A stage ends when no record begins or ends to arrive for this long. Longer tolerates a slow
-            disk or link, where one record takes as long; the request waits as long.
+            disk or link, where one record takes as long; the request waits as long. A lookup ends after twice as long.
         fetch_timeout_ms: Timeout of one read of one record, which has a few MiB.
         write_back_bytes: Bytes that may wait for each slower tier, in memory beside `memory_bytes`. More survives a
             longer outage without losing saves. What `hot` holds already is copied from there later in any case.

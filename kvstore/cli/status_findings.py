@@ -73,6 +73,8 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Finding]:
             why = told.partition(" reason=")[2] or told  # of a tier that is left alone, what was seen before that
             what = f"{name} does not answer ({why}): requests go on without it"
             yield Finding(what, "kvstore doctor names the fix; it is used again as soon as it answers")
+        elif tier.get("refuses_writes"):
+            yield Finding(f"{name} takes no writes: {tier['refuses_writes']}", "kvstore doctor")
         elif is_open.get(name):
             yield Finding(f"{name} failed and is left alone until a probe succeeds", "kvstore doctor")
         elif queue.get("failing"):

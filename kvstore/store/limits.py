@@ -18,7 +18,8 @@ class StoreLimits:
             leave room in the memory tier for saves: three quarters of it at most.
         stage_records_in_flight: Records that are read from one tier at a time, over all stages.
         stage_bytes_in_flight: Bytes that are being read at a time, over all stages and tiers.
-        stall_timeout_s: A stage in which no record begins or ends to arrive for this long ends with what it has.
+        stall_timeout_s: A stage in which no record begins or ends to arrive for this long ends with what it has. A
+            lookup ends with what it has after twice as long.
         fetch_timeout_s: One read of one record gives up after this.
         lease_s: A lease lasts this long unless it is renewed.
         leases_max: Leases at a time; beyond, stages are answered with nothing staged.

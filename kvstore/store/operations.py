@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
@@ -42,6 +43,8 @@ class TierState:
         waiting_records: Records in its write-back queue on this node.
         waiting_bytes: Their bytes.
         is_paused: An operator has paused that queue.
+        last_usage: What it held when it answered last, as far as somebody asked; `None`: it never did.
+        last_at_ms: When that was, since the Unix epoch.
     """
 
     name: str
@@ -52,6 +55,8 @@ class TierState:
     waiting_records: int = 0
     waiting_bytes: int = 0
     is_paused: bool = False
+    last_usage: TierUsage | None = None
+    last_at_ms: int = 0
 
 
 class StoreOperations:
@@ -66,6 +71,7 @@ class StoreOperations:
         saver: Told what is not to be written any more.
         meters: The store's counters, safe from any thread.
         orders: What operators have ordered for all services; `None`: there is nowhere to keep orders.
+        clock: For the time of what was seen last.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class StoreOperations:
         saver: Saver,
         meters: Meters,
         orders: StandingOrders | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._memory = memory
         # past the wrapper that reports to the catalog: callers that delete here tell it themselves
@@ -92,6 +99,8 @@ class StoreOperations:
         self._saver = saver
         self.meters = meters
         self.orders = orders
+        self._clock = clock
+        self._seen: dict[str, tuple[TierUsage, int]] = {}
 
     @property
     def tier_names(self) -> dict[Level | None, str]:
@@ -152,7 +161,7 @@ class StoreOperations:
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
         """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
-        states = await asyncio.gather(*(_state(tier, level, deadline) for level, tier in levels))
+        states = await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels))
         waiting = self._saver.waiting()
         return [
             replace(
@@ -165,6 +174,40 @@ class StoreOperations:
             else state
             for state in states
         ]
+
+    async def _state(self, tier: Tier, level: Level | None, deadline: Deadline) -> TierState:
+        usage, reason = None, ""
+        try:
+            usage = await tier.usage(deadline=deadline)
+        except (Unavailable, Closed) as error:
+            reason = str(error)
+        else:
+            self.saw(tier.name, usage)
+        last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
+        return TierState(
+            tier.name,
+            level,
+            isinstance(tier, GuardedTier) and tier.is_open,
+            usage,
+            reason,
+            last_usage=last_usage,
+            last_at_ms=last_at_ms,
+        )
+
+    def saw(self, tier: str, usage: TierUsage) -> None:
+        """Remember what a tier has just told of itself, for the time when it does not answer."""
+        self._seen[tier] = usage, self._clock.wall_ms()
+
+    def check_hot(self) -> None:
+        """Refuse what is asked of the hot tier's server past the tier, while the tier is left alone. Safe from any
+        thread.
+
+        Raises:
+            Unavailable: It is left alone; the message says why.
+        """
+        tier = self._slower.get(Level.HOT)
+        if isinstance(tier, GuardedTier):
+            tier.check_used()
 
     async def stored_sizes(
         self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline
@@ -209,15 +252,6 @@ class StoreOperations:
         if tier is None:
             raise InvalidRequest("this store has no such tier", level=level.name.lower())
         return tier
-
-
-async def _state(tier: Tier, level: Level | None, deadline: Deadline) -> TierState:
-    usage, reason = None, ""
-    try:
-        usage = await tier.usage(deadline=deadline)
-    except (Unavailable, Closed) as error:
-        reason = str(error)
-    return TierState(tier.name, level, isinstance(tier, GuardedTier) and tier.is_open, usage, reason)
 
 
 def _check_piece(num: int) -> None:

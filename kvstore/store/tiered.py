@@ -137,6 +137,7 @@ class TieredStore(PageStore):
             saver=self._saver,
             meters=self.meters,
             orders=orders,
+            clock=clock,
         )
         self._recorder = recorder
         self._choice = choice
@@ -201,7 +202,7 @@ class TieredStore(PageStore):
             self._recorder.learn(query, layout)
         if self._choice is not None:
             self._choice.observe(query, layout)
-        presence = await self._finder.find(query, layout, _leave_time(deadline))
+        presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.bring(presence, lacking)
         found = self._found(presence)
@@ -211,7 +212,13 @@ class TieredStore(PageStore):
 
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         """As `lookup`, without side effects: nothing is counted, learnt or brought anywhere."""
-        return self._found(await self._finder.find(query, self._layout(query.namespace), _leave_time(deadline)))
+        return self._found(await self._find(query, self._layout(query.namespace), _leave_time(deadline)))
+
+    async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
+        """Where the records are, for a lookup. What hangs has stalled, however long the caller would wait: first the
+        catalog may, then the tiers.
+        """
+        return await self._finder.find(query, layout, deadline.earlier(2 * self.limits.stall_timeout_s))
 
     def _found(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()
@@ -362,6 +369,7 @@ class TieredStore(PageStore):
             usage = await tier.usage(deadline=deadline)
         except Unavailable as error:
             return {"name": tier.name, "healthy": False, "reason": str(error)}
+        self.operations.saw(tier.name, usage)
         return {"name": tier.name, "healthy": True, **asdict(usage)}
 
     async def drain(self, deadline: Deadline) -> int:

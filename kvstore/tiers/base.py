@@ -45,12 +45,14 @@ class TierUsage:
         used_bytes: Bytes of records, or `None` likewise.
         limit_bytes: The budget, or `None` for no bound of ours.
         num_quarantined: Corrupt records put aside since the tier was opened.
+        refuses_writes: Why it takes no writes at present, in fixed words; empty: it does, or nobody knows.
     """
 
     num_records: int | None
     used_bytes: int | None
     limit_bytes: int | None
     num_quarantined: int = 0
+    refuses_writes: str = ""
 
 
 class Severity(Enum):

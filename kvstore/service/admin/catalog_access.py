@@ -24,11 +24,14 @@ from kvstore.service.credentials import Grant
 from kvstore.settings import Settings
 from kvstore.store.operations import StoreOperations
 from kvstore.tiers.base import Tier
+from kvstore.tiers.locations import RedisLocation
 
 __all__ = ["CatalogAccess", "Namespace"]
 
 _FRESH_S = 1.0
 """Totals over all slots of a cluster cost something: read so often at most."""
+_HANGS_S = 1.0
+"""A catalog that does not answer a small question for so long is taken for one that hangs."""
 _NEVER = float("-inf")
 _KEPT = 1024
 
@@ -67,6 +70,9 @@ class CatalogAccess:
         self._known: OrderedDict[NamespaceId, Namespace] = OrderedDict()
         self._tenants: tuple[float, Mapping[NamespaceId, str]] = _NEVER, {}
         self._totals: tuple[float, Mapping[NamespaceId, NamespaceTotals]] = _NEVER, {}
+        self._last_totals: tuple[Mapping[NamespaceId, NamespaceTotals], int] | None = None
+        self._hangs_until_s = _NEVER
+        self._why = ""
 
     async def open(self) -> Catalog:
         """The catalog.
@@ -77,7 +83,8 @@ class CatalogAccess:
         async with self._opening:
             if self._catalog is None:
                 try:
-                    self._catalog = await self._stack.enter_async_context(open_catalog(self._settings, is_guest=True))
+                    catalog = open_catalog(self._settings, is_guest=True, gate=self._operations.check_hot)
+                    self._catalog = await self._stack.enter_async_context(catalog)
                 except InvalidRequest as error:
                     raise Unavailable(
                         "this service keeps no books: that needs a Redis as hot, or a directory as cold"
@@ -90,9 +97,34 @@ class CatalogAccess:
         async with self._opening:
             read_s, totals = self._totals
             if SYSTEM_CLOCK.monotonic_s() - read_s > _FRESH_S:
+                await self._check_answers(catalog)
                 totals = await catalog.totals(deadline=deadline)
                 self._totals = SYSTEM_CLOCK.monotonic_s(), totals
+                self._last_totals = totals, SYSTEM_CLOCK.wall_ms() // 1000
             return totals
+
+    def last_totals(self) -> tuple[Mapping[NamespaceId, NamespaceTotals], int] | None:
+        """What was held when the catalog answered last, and when, in seconds since the Unix epoch."""
+        return self._last_totals
+
+    async def _check_answers(self, catalog: Catalog) -> None:
+        """Ask something small first: a server that hangs is told soon and as such, however long the answer may take.
+
+        Raises:
+            Unavailable: It does not answer; the message says what that means.
+        """
+        if SYSTEM_CLOCK.monotonic_s() < self._hangs_until_s:
+            raise Unavailable(self._why)
+        try:
+            await catalog.is_complete(deadline=Deadline.after(_HANGS_S))
+        except Unavailable as error:
+            where = "the hot tier" if isinstance(self._settings.hot, RedisLocation) else "the disk"
+            self._why = (
+                f"{where} does not answer, and keeps the catalog, so what is held cannot be told now: it is frozen, "
+                "overloaded, down or cut off, `kvstore doctor` tells which"
+            )
+            self._hangs_until_s = SYSTEM_CLOCK.monotonic_s() + _FRESH_S
+            raise Unavailable(self._why) from error
 
     async def tenant_of(self, namespace: NamespaceId, *, deadline: Deadline) -> str | None:
         """Whose a namespace is, as of a second ago at most; `None`: there is none."""
@@ -100,6 +132,7 @@ class CatalogAccess:
         async with self._opening:
             read_s, tenants = self._tenants
             if SYSTEM_CLOCK.monotonic_s() - read_s > _FRESH_S:
+                await self._check_answers(catalog)
                 tenants = await catalog.namespaces(deadline=deadline)
                 self._tenants = SYSTEM_CLOCK.monotonic_s(), tenants
             return tenants.get(namespace)

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import refusals
@@ -79,10 +80,16 @@ async def readiness(context: AdminContext) -> Readiness:
 
 
 def _tier(state: TierState) -> TierReadiness:
-    """In fixed words: what a medium says of itself is not for everybody."""
+    """In fixed words: what a medium says of itself is not for everybody.
+
+    A cold tier that takes no writes is no reason: a directory within its budget makes room by itself, and what finds
+    none stays in the hot tier and in memory. A hot one that takes none shares nothing new with other nodes.
+    """
     reason = None
     if state.is_open:
         reason = "it failed, and is left alone until a probe succeeds"
     elif state.usage is None:
         reason = "it does not answer"
+    elif state.level is Level.HOT and state.usage.refuses_writes:
+        reason = f"it takes no writes: {state.usage.refuses_writes}"
     return TierReadiness(name=state.name, ready=reason is None, reason=reason)

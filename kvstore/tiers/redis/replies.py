@@ -12,7 +12,17 @@ from kvstore.tiers.locations_redis import HostPort
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.slots import NUM_SLOTS
 
-__all__ = ["Redirect", "check_form", "check_replies", "check_reply", "redirect_of", "strange_reply"]
+__all__ = [
+    "NO_ROOM",
+    "WRITE_PROBE",
+    "Redirect",
+    "check_form",
+    "check_replies",
+    "check_reply",
+    "redirect_of",
+    "strange_reply",
+    "writes_refused",
+]
 
 _NEXT_STEP = {
     "NOAUTH": "put user and password into the url",
@@ -63,6 +73,25 @@ _FORMS: Mapping[str, Callable[[Reply], bool]] = {
 }
 """By command, whether it can have a reply that is no error; a command that is not listed is judged by whoever sent it.
 Our scripts return counts."""
+
+
+WRITE_PROBE = ("EVAL", "#!lua\nreturn 1", 0)
+"""Changes nothing and has no key, but Redis 7 treats it as a write: a server that refuses writes refuses it, as a node
+of a cluster does too. Older servers know no such scripts, and refuse it with another error."""
+
+NO_ROOM = "it has no memory left: raise maxmemory, or set maxmemory-policy volatile-lru"
+
+_WRITES_REFUSED = {
+    "OOM": NO_ROOM,
+    "READONLY": "it is a replica: name the primary",
+    "MISCONF": "it cannot save to its disk: make room there, or switch its snapshots off",
+    "NOREPLICAS": "it has fewer replicas than it wants for a write: bring them back",
+}
+
+
+def writes_refused(reply: Reply) -> str:
+    """Why a server takes no writes, by its reply to `WRITE_PROBE`; empty: it does, or does not tell."""
+    return _WRITES_REFUSED.get(reply.code, "") if isinstance(reply, ErrorReply) else ""
 
 
 def check_form(command: Command, reply: Reply, address: str) -> None:

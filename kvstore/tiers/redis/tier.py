@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
@@ -14,6 +15,7 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
@@ -23,7 +25,7 @@ from kvstore.tiers.locations_redis import RedisLocation, parse_redis
 from kvstore.tiers.redis.facts import ServerFacts, concerns_of, parse_info
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading, striped_header
-from kvstore.tiers.redis.replies import check_replies, check_reply
+from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, writes_refused
 from kvstore.tiers.redis.resp import ErrorReply, Reply
 from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names
 from kvstore.tiers.redis.topology import Topology, open_topology
@@ -39,6 +41,8 @@ _EVICTABLE_S = 7 * 24 * 3600
 """Expiry of a record that the cold tier has, which is then read from there again; until then Redis decides."""
 _PUT_ATTEMPTS = 3
 _SCAN_COUNT = 512
+_FULL_S = 30.0
+"""So long after a record that found no room the server counts as full, unless one found room since."""
 _SCAN_STEP_S = 10.0
 
 
@@ -59,6 +63,7 @@ class RedisTier(Tier):
         self._values = Values(topology, ByteBudget(in_flight_bytes))
         self._background = Background(f"{name} tier")
         self._num_quarantined = 0
+        self._full_s = -math.inf  # when a record found no room last
         self._closed = False
 
     @classmethod
@@ -131,7 +136,7 @@ class RedisTier(Tier):
         self._check(deadline)
         _check_size(record)
         for _ in range(_PUT_ATTEMPTS):
-            outcome = await self._put_once(record, deadline)
+            outcome = self._noted(await self._put_once(record, deadline))
             # a caller may rely on a record that exists, but this one may have been evictable: make it stay
             if outcome is not PutOutcome.EXISTS or await self._values.keep(
                 format_name(record.key), record.key, deadline=deadline
@@ -143,7 +148,13 @@ class RedisTier(Tier):
         """As `Tier.put_evictable`: with an expiry, set by the command that writes the record."""
         self._check(deadline)
         _check_size(record)
-        return await self._put_once(record, deadline, expires_s=_EVICTABLE_S)
+        return self._noted(await self._put_once(record, deadline, expires_s=_EVICTABLE_S))
+
+    def _noted(self, outcome: PutOutcome) -> PutOutcome:
+        """Note whether there was room for a record."""
+        if outcome is not PutOutcome.EXISTS:
+            self._full_s = SYSTEM_CLOCK.monotonic_s() if outcome is PutOutcome.FULL else -math.inf
+        return outcome
 
     async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
         if is_striped(record.header):
@@ -277,7 +288,19 @@ class RedisTier(Tier):
         facts = await self.facts(deadline=deadline)
         limits = [server.limit_bytes for server in facts]
         limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
-        return TierUsage(None, sum(server.used_bytes for server in facts), limit_bytes, self._num_quarantined)
+        used_bytes = sum(server.used_bytes for server in facts)
+        return TierUsage(None, used_bytes, limit_bytes, self._num_quarantined, await self._refuses_writes(deadline))
+
+    async def _refuses_writes(self, deadline: Deadline) -> str:
+        """Why one of the servers takes no writes; empty: all do. One that has room for small values alone has refused a
+        record lately.
+        """
+        nodes = await self._topology.nodes(deadline)
+        replies = await gather_all([node.control(WRITE_PROBE, deadline=deadline) for node in nodes])
+        refused = [why for (reply,) in replies if (why := writes_refused(reply))]
+        if not refused and SYSTEM_CLOCK.monotonic_s() - self._full_s < _FULL_S:
+            refused = [NO_ROOM]
+        return refused[0] if refused else ""
 
     async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
         """What the servers that hold records report about themselves, for `concerns_of` and for operators."""

@@ -20,7 +20,8 @@ export function forgetGraphs() {
   drawn.clear();
 }
 
-// series: [{ label, values, stack }]; at: seconds since the epoch; write: a value as text
+// series: [{ label, values, stack, hasGaps }]; at: seconds since the epoch; write: a value as text. Where a value is null
+// the line goes on to the next one, or, with hasGaps, stops.
 export function graph(title, { at, series, kind = "line", write, max, empty }) {
   const card = h("section", { class: "card" }, h("h2", {}, title));
   if (!series.some(({ values }) => values.some((value) => value))) {
@@ -58,10 +59,13 @@ export function colourGraphs() {
   }
 }
 
+// Between two gaps a line of one value would not be seen.
+const isAlone = (values, step) => (values[step - 1] ?? null) === null && (values[step + 1] ?? null) === null;
+
 function options(at, series, kind, write, max) {
-  const datasets = series.map(({ label, values, stack }) => ({
+  const datasets = series.map(({ label, values, stack, hasGaps }) => ({
     label, stack, borderWidth: kind === "bar" ? 0 : 2, fill: kind === "line" && Boolean(stack),
-    pointRadius: 0, pointHitRadius: 12, spanGaps: true, tension: 0.15,
+    pointRadius: hasGaps ? ({ dataIndex: step }) => (isAlone(values, step) ? 2 : 0) : 0, pointHitRadius: 12, spanGaps: !hasGaps, tension: 0.15,
     data: values.map((value, step) => ({ x: at[step] * 1000, y: value })),
   }));
   const isStacked = series.some(({ stack }) => stack);

@@ -1,8 +1,9 @@
 // Is it working: hits and bytes over time, and what is wrong now.
 
-import { badge, bytes, count, h, share, sum } from "./dom.js";
+import { ago, badge, bytes, count, h, share, sum } from "./dom.js";
 import { item } from "./events.js";
 import { graph } from "./graphs.js";
+import { heldBy } from "./tiers.js";
 
 export async function view({ ask, query, signal }) {
   const hours = query.get("hours") ?? "1";
@@ -29,15 +30,17 @@ function tile(number, label, extra) {
 function tiles(history, { tiers }) {
   const { tokens, requests, lookups } = history;
   const asked = sum(Object.values(requests).flat());
-  const own = tiers.map((tier) => [tier, tier.own?.num_bytes ?? tier.usage?.used_bytes]);
-  const kept = own.filter(([tier]) => tier.level !== "memory").map(([, held]) => held ?? 0);
+  const kept = tiers.filter(({ level }) => level !== "memory").map(heldBy);
+  const isKnown = kept.every(({ held }) => held !== undefined);
+  const oldest = Math.min(...kept.map(({ at }) => at ?? Infinity));
   const sick = tiers.filter((tier) => !tier.healthy);
   return h("div", { class: "tiles" },
     tile(share(sum(tokens.resumed), sum(tokens.prompt)), "of prompt tokens restored from here"),
     tile(lookups ? share(sum(lookups.hits), sum(lookups.all)) : share(sum(requests.hit) + sum(requests.part), asked), lookups ? "of lookups found something" : "of requests were resumed"),
     tile(count(lookups ? sum(lookups.all) : asked), lookups ? "lookups" : "requests"),
-    tile(bytes(sum(kept)), "kept in the slower tiers"),
-    tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers are away" : `${tiers.length} tiers`,
+    tile(isKnown ? bytes(sum(kept.map(({ held }) => held))) : "not known", "kept in the slower tiers",
+      oldest < Infinity ? badge(`last known, ${ago(oldest)}`, "warn") : null),
+    tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers are away or take no writes" : `${tiers.length} tiers`,
       sick.length ? badge(sick.map((tier) => tier.name).join(", "), "bad") : null));
 }
 
@@ -49,7 +52,8 @@ function ratios({ at_s: at, tokens, lookups }) {
 }
 
 function held({ at_s: at, tier_bytes: tiers, of }) {
-  const series = Object.entries(tiers).map(([label, values]) => ({ label, values, stack: "bytes" }));
+  // not stacked: tiers hold copies of the same records, and a tier that is away must not make the others fall
+  const series = Object.entries(tiers).map(([label, values]) => ({ label, values, hasGaps: true }));
   const empty = of === "tenant" ? "Over time it is told to operators only; see Tenants for what you hold now." : "The first look is ten seconds after the start.";
   return graph("Bytes by tier", { at, series, write: bytes, empty });
 }

@@ -1,11 +1,17 @@
 // How each tier is: can it be used, how full it is, what waits for it.
 
-import { badge, bytes, count, facts, h } from "./dom.js";
+import { ago, badge, bytes, count, facts, h } from "./dom.js";
 import { drain, pause, reindex, resume, verify } from "./running.js";
 
 const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", cold: "cold" };
 
 export const isOperator = (tiers) => tiers.some(({ usage }) => usage); // tenants are not told it
+
+// What a tier holds, also when it does not answer: then what it held when it did, and the time; undefined: not known.
+export function heldBy({ usage, own, own_at_s: ownAt, last_known: last }) {
+  if (own) return { held: own.num_bytes, at: ownAt };
+  return usage ? { held: usage.used_bytes ?? undefined } : { held: last?.used_bytes ?? undefined, at: last?.at_s };
+}
 
 export async function view({ ask, signal, refresh }) {
   const { tiers } = await ask("/v1/tiers");
@@ -21,13 +27,13 @@ function actions(tier, refresh) {
     act("Drain…", drain), act("Verify…", verify), act("Reindex…", reindex));
 }
 
-function state({ breaker, healthy }) {
+function state({ breaker, healthy, usage }) {
   if (breaker === "open") return badge("left alone until a probe succeeds", "bad");
-  return healthy ? badge("in use", "good") : badge("does not answer", "bad");
+  return healthy ? badge("in use", "good") : usage ? badge("takes no writes", "bad") : badge("does not answer", "bad");
 }
 
 function card(tier, work) {
-  const { usage, own } = tier;
+  const { usage, own, own_at_s: ownAt, last_known: last } = tier;
   const pairs = [["breaker", tier.breaker]];
   if (tier.write_back === "paused") pairs.push(["write-back", badge("paused by an operator", "warn")]);
   if (tier.reason) pairs.push(["reason", tier.reason]);
@@ -37,7 +43,8 @@ function card(tier, work) {
       ["put aside", usage.num_quarantined ? badge(`${count(usage.num_quarantined)} corrupt records`, "bad") : "no record"]);
     if (tier.level !== "memory") pairs.push(["waiting here", `${count(usage.waiting_records)} records, ${bytes(usage.waiting_bytes)}`]);
   }
-  if (own) pairs.push(["ours there", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
+  if (last) pairs.push([`last known, ${ago(last.at_s)}`, last.limit_bytes ? `${bytes(last.used_bytes)} of ${bytes(last.limit_bytes)}` : bytes(last.used_bytes)]);
+  if (own) pairs.push([ownAt ? `ours there, ${ago(ownAt)}` : "ours there", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
   return h("section", { class: "card" }, h("div", { class: "title" }, h("h2", {}, tier.name), state(tier)),
     h("p", { class: "quiet" }, LEVEL[tier.level]),
     usage?.limit_bytes && h("p", {}, h("progress", { max: usage.limit_bytes, value: usage.used_bytes ?? 0, "aria-label": `${tier.name} used` })),
