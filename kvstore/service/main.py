@@ -31,6 +31,10 @@ __all__ = ["main", "serve_embedded", "serve_settings"]
 
 _log = logging.getLogger(__name__)
 
+_SWITCH_S = 0.001
+"""How long a thread computes while another one waits for the interpreter: the event loop waits so long several times
+for each request, five times as long by default."""
+
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
     """Serve as the settings say, until SIGTERM or SIGINT, or until it has been idle for `idle_exit_s` if that is set.
@@ -57,6 +61,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
             on_ready=on_ready,
             beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
+        sys.setswitchinterval(_SWITCH_S)
         uvloop.run(serving)
 
 

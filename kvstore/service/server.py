@@ -13,6 +13,7 @@ from kvstore.errors import Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import PeerAdmission
 from kvstore.service.answers import Answers
@@ -60,6 +61,7 @@ class Server:
         self._answers = Answers(store, self.describe)
         self._admission = PeerAdmission(token, credentials)
         self._budget = ByteBudget(self._limits.receive_bytes)
+        self._requests = Shares(self._limits.request_bytes)
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._started_s = SYSTEM_CLOCK.monotonic_s()
@@ -99,6 +101,7 @@ class Server:
             "sessions_total": self._num_sessions,
             "sessions_of_engines": len(of_engines),
             "requests_running": sum(session.num_running for session in sessions),
+            "request_bytes_used": self._requests.used,
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
             "clients": sorted({session.client for session in sessions if session.client}),
@@ -112,6 +115,7 @@ class Server:
             self._limits,
             self._budget,
             tracing=self._tracing,
+            requests=self._requests,
             on_made=self._made,
             on_ended=self._ended,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import Closed, InternalError, InvalidRequest
@@ -82,7 +82,7 @@ class MemoryTier(Tier):
         self._num_quarantined = 0
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
-        self._num_at: Counter[PrefixHash] = Counter()
+        self._at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {}  # a bit per slice, by group
         self._manifests: OrderedDict[NamespaceId, bytes] = OrderedDict()
         self._closed = False
 
@@ -96,9 +96,9 @@ class MemoryTier(Tier):
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._slots
 
-    def prefixes(self) -> Container[PrefixHash]:
-        """Every prefix with a record here, of any namespace, group and slice."""
-        return self._num_at
+    def boundaries(self, namespace: NamespaceId) -> Mapping[PrefixHash, Mapping[int, int]]:
+        """Every boundary of a namespace with a record here: for each of its groups a bit per slice that is here."""
+        return self._at.get(namespace, {})
 
     def buffer(self, num_bytes: int) -> memoryview:
         """Uninitialised memory for a record that is to be put here, in the arena if there is room."""
@@ -137,7 +137,7 @@ class MemoryTier(Tier):
             self.num_evicted += 1
         slot = _Slot(record, cost_bytes)
         self._slots[record.key] = self._idle[record.key] = slot
-        self._num_at[record.key.prefix] += 1
+        self._note(record.key)
         self.used_bytes += cost_bytes
         return PutOutcome.STORED
 
@@ -175,14 +175,27 @@ class MemoryTier(Tier):
             else:
                 self._idle[slot.record.key] = slot
 
+    def _note(self, key: RecordKey) -> None:
+        groups = self._at.setdefault(key.namespace, {}).setdefault(key.prefix, {})
+        groups[key.group] = groups.get(key.group, 0) | 1 << key.slice
+
+    def _strike_out(self, key: RecordKey) -> None:
+        boundaries = self._at[key.namespace]
+        groups = boundaries[key.prefix]
+        groups[key.group] &= ~(1 << key.slice)
+        if not groups[key.group]:
+            del groups[key.group]
+        if not groups:
+            del boundaries[key.prefix]
+        if not boundaries:
+            del self._at[key.namespace]
+
     def remove(self, key: RecordKey) -> bool:
         """Remove a record from the reach of new readers; pins keep its bytes. False: it was not there."""
         slot = self._slots.pop(key, None)
         if slot is None:
             return False
-        self._num_at[key.prefix] -= 1
-        if not self._num_at[key.prefix]:
-            del self._num_at[key.prefix]
+        self._strike_out(key)
         if slot.num_pins > 0:
             slot.removed = True
         else:
