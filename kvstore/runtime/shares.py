@@ -6,9 +6,22 @@ from collections import Counter
 
 from kvstore.errors import InternalError
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "share_left"]
 
 _TIMES_FREE = 3
+
+
+def share_left(limit: int, used: int, held: int, *, tenant: str) -> int:
+    """How much more a tenant may take now, by the rule of `Shares`.
+
+    Args:
+        limit: How much there is.
+        used: What all hold together.
+        held: What this one holds.
+        tenant: Its name.
+    """
+    free = max(0, limit - used)
+    return max(0, (_TIMES_FREE * free - held) // (_TIMES_FREE + 1)) if tenant else free
 
 
 class Shares:
@@ -33,8 +46,7 @@ class Shares:
 
     def left_for(self, tenant: str) -> int:
         """How much more a tenant may take now."""
-        free = max(0, self.limit - self.used)
-        return max(0, (_TIMES_FREE * free - self._used[tenant]) // (_TIMES_FREE + 1)) if tenant else free
+        return share_left(self.limit, self.used, self._used[tenant], tenant=tenant)
 
     def try_take(self, tenant: str, amount: int) -> bool:
         """Take some. False: it is more than the tenant may take now, and nothing was taken."""

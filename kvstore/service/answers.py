@@ -20,6 +20,10 @@ from kvstore.wire.messages import Reply, Request
 __all__ = ["Answers"]
 
 
+_OPENED_MAX = 4096
+"""Namespaces whose tenants are remembered, the latest: more than a store keeps open."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A namespace that was opened here."""
@@ -84,7 +88,10 @@ class Answers:
                 # the tenant comes from the session's credential, never from the description
                 description = NamespaceDescription.from_canonical(request.description, tenant)
                 namespace = await self.store.open_namespace(description, deadline=deadline)
+                self._opened.pop(namespace, None)
                 self._opened[namespace] = _Opened(tenant, description.layout())
+                if len(self._opened) > _OPENED_MAX:  # its clients open it again
+                    del self._opened[next(iter(self._opened))]
                 return messages.NamespaceOpened(request.id, namespace)
             case messages.Discard():
                 key = convert.parse_key(request)
@@ -106,7 +113,8 @@ class Answers:
     async def _stage(self, request: messages.Stage, deadline: Deadline, progress: Progress, tenant: str) -> Reply:
         query = await self._query(request, tenant)
         staged = await self.store.stage(query, deadline=deadline, progress=progress)
-        packed = (query, self._opened[query.namespace].layout) if request.packed else ()
+        opened = self._opened.get(query.namespace)
+        packed = (query, opened.layout) if request.packed and opened is not None else ()
         try:
             return await self._work.run(len(staged.keys), convert.staged_reply, request.id, staged, *packed)
         except BaseException:  # the client will never learn of it

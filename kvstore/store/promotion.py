@@ -10,7 +10,7 @@ from kvstore.api import Progress
 from kvstore.errors import Closed, CorruptRecord, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.coverage import records_to_resume
-from kvstore.model.keys import RecordKey
+from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
@@ -69,6 +69,7 @@ class Promotion:
 
     Args:
         work: Runs what takes long for a long prompt.
+        room_for: How many bytes more may be pinned now for a namespace.
         on_cold_hit: Called with each record that the cold tier delivered.
     """
 
@@ -84,6 +85,7 @@ class Promotion:
         limits: StoreLimits,
         clock: Clock,
         work: LongWork,
+        room_for: Callable[[NamespaceId], int],
         on_cold_hit: Callable[[Record], None],
     ) -> None:
         self._memory = memory
@@ -95,6 +97,7 @@ class Promotion:
         self._limits = limits
         self._clock = clock
         self._work = work
+        self._room_for = room_for
         self._on_cold_hit = on_cold_hit
         self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(background)
         self._in_flight = ByteBudget(limits.stage_bytes_in_flight)
@@ -145,7 +148,7 @@ class Promotion:
         bits = await self._work.run(presence.num_cells, presence.groups_present)
         for _ in range(_REPLANS_MAX):
             run.waits_for_nothing()
-            free_bytes = self._limits.stage_bytes - self._memory.pinned_bytes + run.pinned_bytes
+            free_bytes = self._room_for(presence.query.namespace) + run.pinned_bytes
             plan = await self._work.run(presence.num_cells, self._plan, run, presence, bits, free_bytes)
             if plan.is_cut:
                 run.cut_by("node_memory")
@@ -242,11 +245,11 @@ class Promotion:
             self._memory.remove(item.key)
             self._meters.add("corrupt_records", tier=self._memory.name, reason=str(error.message))
             return f"corrupt:{self._memory.name}"
-        pinned_before = self._memory.pinned_bytes
+        pinned_before, room_bytes = self._memory.pinned_bytes, self._room_for(item.key.namespace)
         pin = self._memory.pin([item.key])
         assert pin is not None
         added_bytes = self._memory.pinned_bytes - pinned_before
-        if added_bytes and self._memory.pinned_bytes > self._limits.stage_bytes:
+        if added_bytes > room_bytes:
             self._memory.unpin(pin)
             self._meters.add("stage_refused", reason="stage_bytes")
             return "node_memory"

@@ -24,6 +24,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
 from kvstore.runtime.long_work import PIECE, LongWork
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.shares import share_left
 from kvstore.runtime.tracing import Tracing
 from kvstore.runtime.turns import Turns
 from kvstore.store.absence import AbsenceFinder
@@ -109,8 +110,15 @@ class TieredStore(PageStore):
         self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
         self._clock = clock
         self._background = Background("store")
-        self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock)
-        self._leases = LeaseTable(memory, clock, lease_s=self.limits.lease_s, leases_max=self.limits.leases_max)
+        self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock, self.limits.description_bytes)
+        memory.owner_of = self._namespaces.tenant_of
+        self._leases = LeaseTable(
+            memory,
+            clock,
+            lease_s=self.limits.lease_s,
+            leases_max=self.limits.leases_max,
+            records_max=self.limits.lease_records_max,
+        )
         self._absent = AbsentKeys(clock)
         self._saver = Saver(
             memory,
@@ -158,6 +166,7 @@ class TieredStore(PageStore):
             limits=self.limits,
             clock=clock,
             work=self._work,
+            room_for=self._room_for,
             on_cold_hit=self._saver.promote_to_hot,
         )
         self._sweep = LeaseSweep(self._leases, self._background, self.meters)
@@ -192,7 +201,7 @@ class TieredStore(PageStore):
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
         namespace, layout = description.id, description.layout()
-        if (closed := self._namespaces.open(namespace, layout)) is not None:
+        for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
             self._manifests.close(closed)
         if self._orders is not None:
             self._orders.know(description)
@@ -245,7 +254,8 @@ class TieredStore(PageStore):
         self.meters.add("stages")
         if self._is_retired(query.namespace):
             return Staged(None, query.local_tokens, cut="weights_retired")
-        if self._sweep.is_full():
+        tenant = self._namespaces.tenant_of(query.namespace)
+        if self._sweep.is_full(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
         # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt asks it often
@@ -259,7 +269,7 @@ class TieredStore(PageStore):
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens, cut=holding.cut)
-        if self._sweep.is_full():  # other stages ended while this one ran
+        if self._sweep.is_full(tenant, len(holding.pins)):  # other stages ended while this one ran
             self._promotion.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
         try:
@@ -267,7 +277,7 @@ class TieredStore(PageStore):
         except BaseException:
             self._promotion.drop(holding)
             raise
-        return self._lease(holding, owner)
+        return self._lease(holding, owner, tenant)
 
     async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
         if self._recorder is None:
@@ -278,8 +288,8 @@ class TieredStore(PageStore):
             async with self._work.turn(len(uses)):
                 self._recorder.used(namespace, uses[start : start + PIECE])
 
-    def _lease(self, holding: Holding, owner: str) -> Staged:
-        lease = self._leases.grant(holding.pins, owner)
+    def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
+        lease = self._leases.grant(holding.pins, owner, tenant)
         self._sweep.go_on()
         self.meters.add("leases_granted")
         self.meters.add("served_bytes", holding.num_bytes)
@@ -403,6 +413,11 @@ class TieredStore(PageStore):
             await self._saver.aclose()
             self._leases.release_all()
             self._work.close()
+
+    def _room_for(self, namespace: NamespaceId) -> int:
+        """How many bytes more may be leased now to the tenant of a namespace."""
+        tenant, memory = self._namespaces.tenant_of(namespace), self._memory
+        return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:
         return self._orders is not None and self._orders.hides(namespace)

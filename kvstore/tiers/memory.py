@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +36,7 @@ class _Slot:
         record: The record itself.
         cost_bytes: What it is charged.
         num_pins: Pins that hold it; above zero it is not evicted.
+        pinned_for: The owner that its pinned bytes count for.
         removed: Deleted while pinned: no reader finds it, but its bytes stay until the last pin ends.
     """
 
@@ -43,6 +44,7 @@ class _Slot:
     cost_bytes: int
     num_pins: int = 0
     removed: bool = False
+    pinned_for: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +66,12 @@ class MemoryTier(Tier):
     The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods build on it. All
     methods belong to one event loop's thread. `allocate` is not called: there are no bytes to move.
 
+    Attributes:
+        used_bytes, pinned_bytes: Bytes held, and those of them that pins keep.
+        pinned_by: The latter by owner.
+        owner_of: Says whose a namespace is; set by the tier's owner.
+        num_evicted: Records that made room for others.
+
     Args:
         budget_bytes: Limit for headers, payloads and `RECORD_OVERHEAD_BYTES` per record.
         name: Shown in metrics and answers.
@@ -79,6 +87,8 @@ class MemoryTier(Tier):
         self.used_bytes = 0
         self.pinned_bytes = 0
         self.num_evicted = 0
+        self.pinned_by: Counter[str] = Counter()
+        self.owner_of: Callable[[NamespaceId], str] = lambda _: ""
         self._num_quarantined = 0
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
@@ -154,6 +164,8 @@ class MemoryTier(Tier):
             if slot.num_pins == 1:
                 del self._idle[slot.record.key]
                 self.pinned_bytes += slot.cost_bytes
+                slot.pinned_for = self.owner_of(slot.record.key.namespace)
+                self.pinned_by[slot.pinned_for] += slot.cost_bytes
         return Pin(tuple(slots))
 
     def unpin(self, pin: Pin) -> None:
@@ -170,6 +182,9 @@ class MemoryTier(Tier):
             if slot.num_pins > 0:
                 continue
             self.pinned_bytes -= slot.cost_bytes
+            self.pinned_by[slot.pinned_for] -= slot.cost_bytes
+            if not self.pinned_by[slot.pinned_for]:
+                del self.pinned_by[slot.pinned_for]
             if slot.removed:
                 self.used_bytes -= slot.cost_bytes
             else:
