@@ -48,14 +48,14 @@ class _Pending:
     Attributes:
         future: Resolved with answer and payload; if done earlier, nobody waits any more.
         allocate: Makes the buffer for the answer's payload.
-        on_progress: Called with progress.
+        on_progress: Called with progress: the bytes so far, and whether it is worked on in any case.
         error: Why a payload could not be received.
         settle: Called once, when the service has answered or never will.
     """
 
     future: asyncio.Future[tuple[Message, memoryview | None]]
     allocate: Allocate | None = None
-    on_progress: Callable[[int], None] | None = None
+    on_progress: Callable[[int, bool], None] | None = None
     error: Exception | None = None
     settle: Callable[[], None] | None = None
 
@@ -164,7 +164,7 @@ class Connection:
             case messages.StageProgress():
                 pending = self._pending.get(message.id)
                 if pending is not None and pending.on_progress is not None and not pending.future.done():
-                    pending.on_progress(message.num_bytes)
+                    pending.on_progress(message.num_bytes, message.working)
             case messages.Reply():
                 self._answered(message, payload)
             case _:
@@ -329,16 +329,20 @@ def _socket_id(sock: object) -> tuple[int, int] | None:
 
 def _postpone(
     limit: asyncio.Timeout, stall_s: float, ends_s: float, tell: Callable[[int], None] | None
-) -> Callable[[int], None]:
-    """A progress callback that grants the stage another `stall_s` each time its bytes grow."""
+) -> Callable[[int, bool], None]:
+    """A progress callback that grants the stage another `stall_s` each time its bytes grow, or the service says that it
+    works on it."""
     loop = asyncio.get_running_loop()
     best_bytes = 0
 
-    def on_progress(num_bytes: int) -> None:
+    def on_progress(num_bytes: int, is_working: bool) -> None:
         nonlocal best_bytes
-        if num_bytes > best_bytes and not limit.expired():
-            best_bytes = num_bytes
+        if limit.expired():
+            return
+        if is_working or num_bytes > best_bytes:
             limit.reschedule(min(ends_s, loop.time() + stall_s))
+        if num_bytes > best_bytes:
+            best_bytes = num_bytes
             if tell is not None:
                 tell(num_bytes)
 

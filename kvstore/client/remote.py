@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
@@ -15,6 +16,7 @@ from kvstore.client.sharing import SharedRecords
 from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import Record, read_record
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
@@ -94,10 +96,12 @@ class RemoteStore(PageStore):
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
         fields = convert.query_fields(query)
+        description = self._namespaces.get(query.namespace)
+        layout = _layout_of(description) if description is not None else None
         async with self._control(deadline) as connection:
             try:
                 answer, _ = await connection.ask(
-                    lambda i, ms: messages.Stage(i, ms, **fields),
+                    lambda i, ms: messages.Stage(i, ms, **fields, packed=layout is not None),
                     messages.Staged,
                     deadline=deadline,
                     stall_s=self._stall_s,
@@ -105,7 +109,7 @@ class RemoteStore(PageStore):
                 )
             finally:
                 self._stall_s = self._options.stall_timeout_s  # also if it failed: silence costs more time only once
-        return convert.parse_staged(answer)
+        return convert.parse_staged(answer, query, layout)
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
         async with self._control(deadline) as connection:
@@ -264,6 +268,11 @@ class RemoteStore(PageStore):
         while self._untold:
             _tell(connection, self._untold.popleft())
         await self._shared.follow(connection)
+
+
+@lru_cache(_NAMESPACES_MAX)
+def _layout_of(description: NamespaceDescription) -> Layout:
+    return description.layout()
 
 
 def _tell(connection: Connection, outcome: Outcome) -> None:

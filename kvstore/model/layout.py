@@ -8,10 +8,14 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import GroupKind, RecordKind, Recurrent
 from kvstore.model.spans import Span, span_ending_at
 
-__all__ = ["MAX_GROUPS", "MAX_SLICES", "GroupLayout", "Layout"]
+__all__ = ["MAX_GROUPS", "MAX_GROUP_SLICES", "MAX_SLICES", "GroupLayout", "Layout"]
 
-MAX_GROUPS = 256
-MAX_SLICES = 4096
+MAX_GROUPS = 64
+"""Groups are the kinds and shapes of a model's layers: models have one to about eight."""
+MAX_GROUP_SLICES = 512
+"""A group has at most 8 slices per pipeline stage."""
+MAX_SLICES = 2048
+"""Of all groups together: what a lookup looks at for each boundary. 8 slices of 16 stages of 16 groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,25 @@ class Layout:
         if self.page_tokens <= 0:
             raise InvalidRequest("page_tokens must be positive", page_tokens=self.page_tokens)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
-            raise InvalidRequest(f"a layout has 1 to {MAX_GROUPS} groups", groups=len(self.groups))
+            raise InvalidRequest(
+                "the layout has too many groups, or none",
+                field="layout.groups",
+                expected=f"1 to {MAX_GROUPS}",
+                seen=len(self.groups),
+            )
         for index, group in enumerate(self.groups):
-            if not 1 <= group.num_slices <= MAX_SLICES:
-                raise InvalidRequest(f"a group has 1 to {MAX_SLICES} slices", group=index, num_slices=group.num_slices)
+            if not 1 <= group.num_slices <= MAX_GROUP_SLICES:
+                raise InvalidRequest(
+                    "the group has too many slices, or none",
+                    field=f"layout.groups[{index}].num_slices",
+                    expected=f"1 to {MAX_GROUP_SLICES}",
+                    seen=group.num_slices,
+                )
+        num_slices = sum(group.num_slices for group in self.groups)
+        if num_slices > MAX_SLICES:
+            raise InvalidRequest(
+                "the groups have too many slices together",
+                field="layout.groups[*].num_slices",
+                expected=f"at most {MAX_SLICES}",
+                seen=num_slices,
+            )

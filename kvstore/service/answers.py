@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvstore.api import Ack, LeaseId, PageStore, Progress, Retention
+from kvstore.api import Ack, LeaseId, PageStore, PrefixQuery, Progress, Retention
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
 from kvstore.format.record import read_record
 from kvstore.model.keys import NamespaceId
+from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.long_work import LongWork
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
 __all__ = ["Answers"]
+
+
+_OPENED_MAX = 4096
+"""Namespaces whose tenants are remembered, the latest: more than a store keeps open."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A namespace that was opened here."""
+
+    tenant: str
+    layout: Layout
 
 
 class Answers:
@@ -38,7 +52,8 @@ class Answers:
         self.store = store
         self._settings = settings
         self._describe = describe
-        self._tenants: dict[NamespaceId, str] = {}  # of every namespace that was opened here
+        self._work = LongWork("messages")
+        self._opened: dict[NamespaceId, _Opened] = {}
 
     async def answer(
         self,
@@ -65,15 +80,11 @@ class Answers:
         """
         match request:
             case messages.Stage():  # before Lookup, which it extends
-                query = convert.parse_query(request)
-                self._check_owner(tenant, query.namespace)
-                staged = await self.store.stage(query, deadline=deadline, progress=progress)
-                return convert.staged_reply(request.id, staged)
+                return await self._stage(request, deadline, progress, tenant)
             case messages.Lookup():
-                query = convert.parse_query(request)
-                self._check_owner(tenant, query.namespace)
+                query = await self._query(request, tenant)
                 lookup = await self.store.lookup(query, deadline=deadline)
-                return convert.lookup_reply(request.id, lookup)
+                return await self._work.run(len(query.boundaries), convert.lookup_reply, request.id, lookup)
             case messages.Save():
                 return await self._save(request, payload, deadline, tenant)
             case messages.Renew():
@@ -83,7 +94,10 @@ class Answers:
                 # the tenant comes from the session's credential, never from the description
                 description = NamespaceDescription.from_canonical(request.description, tenant)
                 namespace = await self.store.open_namespace(description, deadline=deadline)
-                self._tenants[namespace] = tenant
+                self._opened.pop(namespace, None)
+                self._opened[namespace] = _Opened(tenant, description.layout())
+                if len(self._opened) > _OPENED_MAX:  # its clients open it again
+                    del self._opened[next(iter(self._opened))]
                 return messages.NamespaceOpened(request.id, namespace)
             case messages.Discard():
                 key = convert.parse_key(request)
@@ -102,6 +116,18 @@ class Answers:
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 
+    async def _stage(self, request: messages.Stage, deadline: Deadline, progress: Progress, tenant: str) -> Reply:
+        query = await self._query(request, tenant)
+        staged = await self.store.stage(query, deadline=deadline, progress=progress)
+        opened = self._opened.get(query.namespace)
+        packed = (query, opened.layout) if request.packed and opened is not None else ()
+        try:
+            return await self._work.run(len(staged.keys), convert.staged_reply, request.id, staged, *packed)
+        except BaseException:  # the client will never learn of it
+            if staged.lease is not None:
+                await self.store.release(staged.lease)
+            raise
+
     def tell(self, message: messages.Outcome, tenant: str) -> None:
         """Keep what an engine reports of a request.
 
@@ -111,7 +137,7 @@ class Answers:
             InvalidRequest: Something in it is malformed.
         """
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
-        if outcome.namespace is None or self._tenants.get(outcome.namespace) == tenant:
+        if outcome.namespace is None or self._is_of(tenant, outcome.namespace):
             self.store.tell(outcome)
 
     async def load(
@@ -126,8 +152,16 @@ class Answers:
             return messages.Loaded(request.id, place.offset, place.num_bytes, place.stamp), None
         return messages.Loaded(request.id), record.data
 
+    async def _query(self, request: messages.Lookup, tenant: str) -> PrefixQuery:
+        self._check_owner(tenant, convert.parse_namespace(request.namespace, f"{request.type}.namespace"))
+        return await self._work.run(len(request.tokens) // 4, convert.parse_query, request)
+
+    def _is_of(self, tenant: str, namespace: NamespaceId) -> bool:
+        opened = self._opened.get(namespace)
+        return opened is not None and opened.tenant == tenant
+
     def _check_owner(self, tenant: str, namespace: NamespaceId) -> None:
-        if self._tenants.get(namespace) != tenant:  # the same message whether it is unknown or another tenant's
+        if not self._is_of(tenant, namespace):  # the same message whether it is unknown or another tenant's
             raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
 
     async def _save(self, request: messages.Save, payload: memoryview | None, deadline: Deadline, tenant: str) -> Reply:

@@ -20,6 +20,10 @@ class ServiceLimits:
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
+        request_bytes: Bytes of unanswered lookups, stages and descriptions, over all connections and shared among
+            tenants; what does not fit is answered `Unavailable`. The service works with some 5 times as much.
+        connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
+            answered. The default is 28 prompts of 256 Ki tokens.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
         receive_timeout_s: A record must have come by then, and by its save's deadline: what is late is dropped, so that
             an engine which stops in the middle of one does not keep the room that others wait for.
@@ -37,6 +41,8 @@ class ServiceLimits:
     receive_bytes: int = 256 << 20
     save_credit_bytes: int = 32 << 20
     max_requests: int = 1024
+    request_bytes: int = 32 << 20
+    connection_request_bytes: int = 16 << 20
     max_loads: int = 8
     receive_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
@@ -51,6 +57,7 @@ class ServiceLimits:
             "receive_bytes",
             "save_credit_bytes",
             "max_requests",
+            "request_bytes",
             "max_loads",
             "newcomers_of_address",
             "newcomers",

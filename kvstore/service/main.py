@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 _DESCRIPTORS_MIN, _DESCRIPTORS_MAX = 256, 1 << 16
 """For the tiers, the files of an HTTP server, and the connections of some engines."""
+_SWITCH_S = 0.001
+"""How long a thread computes while another one waits for the interpreter: the event loop waits so long several times
+for each request, five times as long by default."""
 
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
@@ -64,6 +67,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
             on_ready=on_ready,
             beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
+        sys.setswitchinterval(_SWITCH_S)
         uvloop.run(serving)
 
 

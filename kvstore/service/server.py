@@ -13,6 +13,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import PeerAdmission
 from kvstore.service.answers import Answers
@@ -69,6 +70,7 @@ class Server:
         self._admission = PeerAdmission(token, credentials)
         self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)
         self._budget = ByteBudget(self._limits.receive_bytes)
+        self._requests = Shares(self._limits.request_bytes)
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._looking = Background("server-looks")
@@ -114,6 +116,7 @@ class Server:
             "sessions_total": self._num_sessions,
             "sessions_of_engines": len(of_engines),
             "requests_running": sum(session.num_running for session in sessions),
+            "request_bytes_used": self._requests.used,
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
             "clients": sorted({session.client for session in sessions if session.client}),
@@ -161,6 +164,7 @@ class Server:
             self._budget,
             tracing=self._tracing,
             newcomer=newcomer,
+            requests=self._requests,
             on_made=self._made,
             on_ended=self._ended,
         )

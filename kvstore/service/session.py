@@ -18,6 +18,8 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.log_context import RequestContext, request_context
+from kvstore.runtime.long_work import still_working
+from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
@@ -67,6 +69,7 @@ class Session:
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
         tracing: Makes a span of each request; `None`: no tracing.
         newcomer: Its place among the connections that have not said hello; `None`: they are not bounded.
+        requests: Bytes of unanswered requests over all sessions, shared among tenants; `None`: of this one alone.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; the callee must call `aclose`.
     """
@@ -80,6 +83,7 @@ class Session:
         *,
         tracing: Tracing | None = None,
         newcomer: Newcomer | None = None,
+        requests: Shares | None = None,
         on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
     ) -> None:
@@ -101,6 +105,8 @@ class Session:
         self._tasks = Background("session")
         self._saves = Background("session-saves")
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._requests = requests or Shares(limits.request_bytes)
+        self._request_bytes = 0
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._loaded_bytes = 0  # of loads that are being sent
@@ -264,6 +270,8 @@ class Session:
             error = InvalidRequest("the token may not save or discard: give it the scope save", field="token")
         elif isinstance(request, messages.Save) and receipt.dropped:
             error = Unavailable("no room to receive this record before its deadline")
+        elif not self._requests.try_take(self.tenant, num_bytes := _bytes_of(request)):
+            error = Unavailable("too many long requests are in flight", limit_bytes=self._requests.limit)
         if error is not None:
             receipt.settle()
             self.connection.post(error_of(request.id, error))
@@ -274,6 +282,21 @@ class Session:
         task = owner.spawn(serve(request, receipt), request.type)
         self._running[request.id] = task
         task.add_done_callback(partial(self._ended, request.id, receipt))
+        self._weigh(num_bytes, task)
+
+    def _weigh(self, num_bytes: int, task: asyncio.Task[None]) -> None:
+        """Count what a request holds until its task ends; read nothing more meanwhile if that is too much."""
+
+        def ended(_: object) -> None:
+            self._requests.give_back(self.tenant, num_bytes)
+            self._request_bytes -= num_bytes
+            if self._request_bytes <= self._limits.connection_request_bytes:
+                self.connection.go_on()
+
+        self._request_bytes += num_bytes
+        if self._request_bytes > self._limits.connection_request_bytes:
+            self.connection.hold()
+        task.add_done_callback(ended)
 
     def _ended(self, request_id: int, receipt: Receipt, task: asyncio.Task[None]) -> None:
         receipt.settle()
@@ -381,14 +404,21 @@ class Session:
 
     def _progress_of(self, request: messages.Request) -> Progress:
         loop = asyncio.get_running_loop()
-        told_at_s = 0.0
+        told_at_s, staged_bytes = 0.0, 0
 
-        def progress(num_bytes: int) -> None:
+        def tell(*, working: bool) -> None:
             nonlocal told_at_s
             if loop.time() - told_at_s >= self._limits.stage_progress_s:
                 told_at_s = loop.time()
-                self.connection.post(messages.StageProgress(request.id, num_bytes))
+                self.connection.post(messages.StageProgress(request.id, staged_bytes, working))
 
+        def progress(num_bytes: int) -> None:
+            nonlocal staged_bytes
+            staged_bytes = num_bytes
+            tell(working=False)
+
+        if isinstance(request, messages.Stage):
+            still_working.set(lambda: tell(working=True))  # of this request alone: it has a task of its own
         return progress
 
     # leases and the end
@@ -409,6 +439,16 @@ class Session:
         if saves := [task for task in self._running.values() if not task.done()]:
             await asyncio.wait(saves, timeout=_SAVES_LINGER_S)
         await self._saves.aclose()
+
+
+def _bytes_of(request: messages.Request) -> int:
+    """What a request holds while it is answered; only of those that may be long."""
+    match request:
+        case messages.Lookup():  # and Stage
+            return len(request.tokens) + len(request.prefixes)
+        case messages.OpenNamespace():
+            return len(request.description)
+    return 0
 
 
 def _trace(head: Head) -> str:

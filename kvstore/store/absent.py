@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
-from kvstore.model.keys import RecordKey
+from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
 
 __all__ = ["AbsentKeys"]
@@ -22,6 +22,7 @@ class AbsentKeys:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._until_s: OrderedDict[RecordKey, float] = OrderedDict()
+        self._num_at: Counter[PrefixHash] = Counter()
 
     def __len__(self) -> int:
         return len(self._until_s)
@@ -31,17 +32,25 @@ class AbsentKeys:
         if until_s is None:
             return False
         if until_s <= self._clock.monotonic_s():
-            del self._until_s[key]
+            self.remove(key)
             return False
         return True
 
+    def has_any(self, prefix: PrefixHash) -> bool:
+        """Whether any key with this prefix was added; it may have expired since."""
+        return prefix in self._num_at
+
     def add(self, key: RecordKey, seconds: float) -> None:
         """Remember `key` for `seconds`; beyond the limit the oldest entry is dropped."""
+        self.remove(key)
         self._until_s[key] = self._clock.monotonic_s() + seconds
-        self._until_s.move_to_end(key)
+        self._num_at[key.prefix] += 1
         while len(self._until_s) > _KEYS_MAX:
-            self._until_s.popitem(last=False)
+            self.remove(next(iter(self._until_s)))
 
     def remove(self, key: RecordKey) -> None:
         """Forget `key`: it was written again."""
-        self._until_s.pop(key, None)
+        if self._until_s.pop(key, None) is not None:
+            self._num_at[key.prefix] -= 1
+            if not self._num_at[key.prefix]:
+                del self._num_at[key.prefix]

@@ -8,7 +8,7 @@ from kvstore.api import PrefixQuery
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import MAX_RECORD_BYTES
-from kvstore.model.coverage import longest_resumable, records_to_resume
+from kvstore.model.coverage import ends_to_resume, longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 
@@ -87,10 +87,10 @@ def affordable_resume(
     def fits(resume_tokens: int) -> bool:
         if resume_tokens <= query.local_tokens:
             return True
-        needed = records_to_resume(
+        needed = ends_to_resume(
             layout, tokens, groups_present, resume_tokens=resume_tokens, local_tokens=query.local_tokens
         )
-        return sum(group_bytes[record.group] for record in needed) <= budget_bytes
+        return sum(len(ends) * group_bytes[group] for group, ends in enumerate(needed)) <= budget_bytes
 
     best = longest(query.cap_tokens)
     if fits(best):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Catalog
@@ -12,16 +13,17 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.long_work import PIECE, LongWork, who_asks
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.turns import Turns
 from kvstore.store.placement import Presence, inner_probes
 from kvstore.store.slices import PackedSlices
 from kvstore.tiers.gather import gather_all
 
 __all__ = ["CatalogLookup"]
 
-_AT_ONCE = 4096
-"""Up to this many boundaries are asked for in one round trip. Of a longer prompt most of whose boundaries do not end a
-page, the pages are asked for first, then the tails and states that can still matter."""
+_QUESTIONS_AT_ONCE = 2
+"""Questions at a time, of `PIECE` boundaries at most: a catalog answers one after the other, in some 20 ms each."""
 
 _SHARE = 0.6
 """The catalog's share of a lookup's time: one that hangs must leave time to ask the tiers."""
@@ -34,10 +36,22 @@ _REST_S = 1.0
 
 
 class CatalogLookup:
-    """Fills a `Presence` from the catalog."""
+    """Fills a `Presence` from the catalog.
 
-    def __init__(self, catalog: Catalog, meters: Meters, clock: Clock) -> None:
+    Up to `PIECE` boundaries are asked for in one round trip. Of a longer prompt most of whose boundaries do not end a
+    page, the pages are asked for first, then the tails and states that can still matter.
+
+    Args:
+        catalog: Whom to ask.
+        meters: Where to count.
+        clock: For pauses.
+        work: Runs what takes long for a long prompt.
+    """
+
+    def __init__(self, catalog: Catalog, meters: Meters, clock: Clock, work: LongWork) -> None:
         self._catalog = catalog
+        self._work = work
+        self._questions = Turns(_QUESTIONS_AT_ONCE)
         self._meters = meters
         self._clock = clock
         self._complete = False
@@ -70,49 +84,58 @@ class CatalogLookup:
 
     async def _ask_all(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> None:
         query, layout = presence.query, presence.layout
+        levels = [level for level, wanted in ((Level.HOT, hot), (Level.COLD, cold)) if wanted]
         every = list(range(len(query.boundaries)))
-        ends = every if len(every) <= _AT_ONCE else _page_ends(query, layout)
-        if len(every) <= max(_AT_ONCE, 2 * len(ends)):
-            await self._ask(presence, every, deadline, hot=hot, cold=cold)
+        ends = every if len(every) <= PIECE else _page_ends(query, layout)
+        if len(every) <= max(PIECE, 2 * len(ends)):
+            await self._ask(presence, every, levels, deadline)
         else:
-            await self._ask(presence, ends, deadline, hot=hot, cold=cold)
-            inner = {probe[0] for probe in inner_probes(layout, query, presence.complete)}
-            await self._ask(presence, sorted(inner.difference(ends)), deadline, hot=hot, cold=cold)
+            await self._ask(presence, ends, levels, deadline)
+            inner = await self._work.run(presence.num_cells, _inner_indexes, presence)
+            await self._ask(presence, sorted(inner.difference(ends)), levels, deadline)
 
-    async def _ask(self, presence: Presence, indexes: list[int], deadline: Deadline, *, hot: bool, cold: bool) -> None:
+    async def _ask(self, presence: Presence, indexes: list[int], levels: Sequence[Level], deadline: Deadline) -> None:
+        """Ask for some boundaries, `PIECE` at a time: others' questions come between."""
         query = presence.query
-        prefixes = [query.boundaries[index].prefix for index in indexes]
-        table = await self._catalog.lookup(query.namespace, prefixes, deadline=deadline)
-        for level, wanted in ((Level.HOT, hot), (Level.COLD, cold)):
-            rows = table.rows(level)
-            if not wanted or not rows.any():
-                continue
-            if len(indexes) < len(query.boundaries):
-                rows = _placed(rows, indexes, presence, level)
-            found = PackedSlices(presence.layout, rows)
-            if level is Level.HOT:
-                presence.hot = found
-            else:
-                presence.cold = found
-        _note_sizes(presence, table)
+        for start in range(0, len(indexes), PIECE):
+            piece = indexes[start : start + PIECE]
+            prefixes = [query.boundaries[index].prefix for index in piece]
+            async with deadline.scope("waiting to ask the catalog"):
+                await self._questions.begin(who_asks())
+            try:
+                table = await self._catalog.lookup(query.namespace, prefixes, deadline=deadline)
+            finally:
+                self._questions.end()
+            await self._work.run(len(piece) * len(presence.layout.groups), _note, presence, piece, levels, table)
 
 
 def _page_ends(query: PrefixQuery, layout: Layout) -> list[int]:
     return [index for index, boundary in enumerate(query.boundaries) if boundary.tokens % layout.page_tokens == 0]
 
 
-def _placed(rows: npt.NDArray[np.uint8], indexes: list[int], presence: Presence, level: Level) -> npt.NDArray[np.uint8]:
-    """Rows of some boundaries merged into the rows of all, which keep what was found before."""
-    before = presence.hot if level is Level.HOT else presence.cold
-    if isinstance(before, PackedSlices):
-        placed = before.rows.copy()
-    else:
-        placed = np.zeros((len(presence.query.boundaries), rows.shape[1]), dtype=np.uint8)
-    placed[indexes] = rows
-    return placed
+def _inner_indexes(presence: Presence) -> set[int]:
+    return {probe[0] for probe in inner_probes(presence.layout, presence.query, presence.complete)}
 
 
-def _note_sizes(presence: Presence, table: EntryTable) -> None:
+def _note(presence: Presence, indexes: list[int], levels: Sequence[Level], table: EntryTable) -> None:
+    """Note what a table of some boundaries says; what was found of others before stays."""
+    for level in levels:
+        rows = table.rows(level)
+        if not rows.any():
+            continue
+        if len(indexes) < len(presence.query.boundaries):
+            before = presence.hot if level is Level.HOT else presence.cold
+            if not isinstance(before, PackedSlices):
+                shape = (len(presence.query.boundaries), rows.shape[1])
+                before = PackedSlices(presence.layout, np.zeros(shape, dtype=np.uint8))
+            before.rows[indexes] = rows
+            found = before
+        else:
+            found = PackedSlices(presence.layout, rows)
+        if level is Level.HOT:
+            presence.hot = found
+        else:
+            presence.cold = found
     for group in range(len(presence.layout.groups)):
         for level in (Level.COLD, Level.HOT):
             presence.note_size(group, table.mean_bytes(level, group))

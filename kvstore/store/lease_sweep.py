@@ -30,12 +30,14 @@ class LeaseSweep:
         self._meters = meters
         self._task: asyncio.Task[None] | None = None
 
-    def is_full(self) -> bool:
-        """Whether the table is full and a stage must be refused. Counts the refusal."""
+    def is_full(self, tenant: str, num_records: int = 0) -> bool:
+        """Whether a tenant can have no lease of so many records now, and its stage must be refused. Counts the
+        refusal."""
         self._leases.sweep()
-        if self._leases.full:
+        is_full = self._leases.is_full(tenant, num_records)
+        if is_full:
             self._meters.add("stage_refused", reason="leases")
-        return self._leases.full
+        return is_full
 
     def go_on(self) -> None:
         """Keep sweeping: a lease was granted."""

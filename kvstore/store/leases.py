@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from kvstore.api import LeaseId
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import Clock
+from kvstore.runtime.shares import Shares
 from kvstore.tiers.memory import MemoryTier, Pin
 
 __all__ = ["LEASE_ID_BYTES", "LeaseTable"]
@@ -25,39 +27,49 @@ class _Lease:
         pins: What it holds; a discarded key is removed at once.
         owner: The peer whose end also ends the lease; empty: none.
         ends_s: When it expires, on the table's clock.
+        tenant: Whose records they are.
+        num_records: How many were leased.
     """
 
     pins: dict[RecordKey, Pin]
     owner: str
     ends_s: float
+    tenant: str
+    num_records: int
 
 
 class LeaseTable:
     """Knows who holds which records. Never waits; all methods belong to one event loop's thread.
 
-    An id is unguessable, so that one peer cannot end or read through another's lease.
+    An id is unguessable, so that one peer cannot end or read through another's lease. Leases, and the records in them,
+    are shared among tenants.
     """
 
-    def __init__(self, memory: MemoryTier, clock: Clock, *, lease_s: float, leases_max: int) -> None:
+    def __init__(
+        self, memory: MemoryTier, clock: Clock, *, lease_s: float, leases_max: int, records_max: int = sys.maxsize
+    ) -> None:
         self.lease_s = lease_s
         self.num_expired = 0
         self._memory = memory
         self._clock = clock
-        self._leases_max = leases_max
+        self._held = Shares(leases_max)
+        self._records = Shares(records_max)
         self._leases: dict[LeaseId, _Lease] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    @property
-    def full(self) -> bool:
-        """Whether the next `grant` would be one too many."""
-        return len(self._leases) >= self._leases_max
+    def is_full(self, tenant: str, num_records: int = 0) -> bool:
+        """Whether a lease of so many records would be more than a tenant may have now."""
+        return not self._held.left_for(tenant) or num_records > self._records.left_for(tenant)
 
-    def grant(self, pins: Mapping[RecordKey, Pin], owner: str = "") -> LeaseId:
+    def grant(self, pins: Mapping[RecordKey, Pin], owner: str = "", tenant: str = "") -> LeaseId:
         """Take over `pins` and return the receipt for them."""
         lease = LeaseId(secrets.token_bytes(LEASE_ID_BYTES))
-        self._leases[lease] = _Lease(dict(pins), owner, self._clock.monotonic_s() + self.lease_s)
+        ends_s = self._clock.monotonic_s() + self.lease_s
+        self._leases[lease] = _Lease(dict(pins), owner, ends_s, tenant, len(pins))
+        self._held.take(tenant, 1)
+        self._records.take(tenant, len(pins))
         return lease
 
     def renew(self, lease: LeaseId) -> bool:
@@ -79,8 +91,14 @@ class LeaseTable:
         """End a lease. Unknown ones are ignored."""
         held = self._leases.pop(lease, None)
         if held is not None:
+            self._held.give_back(held.tenant, 1)
+            self._records.give_back(held.tenant, held.num_records)
             for pin in held.pins.values():
                 self._memory.unpin(pin)
+
+    def of_tenant(self, tenant: str) -> int:
+        """How many leases a tenant holds."""
+        return self._held.used_by(tenant)
 
     def release_owner(self, owner: str) -> int:
         """End all leases of an owner; returns how many."""

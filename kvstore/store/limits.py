@@ -11,7 +11,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Limits with their units; the defaults suit a node with a few GiB for its memory tier.
+    """Limits with their units; the defaults suit a node with a few GiB for its memory tier. Of leased bytes, leases,
+    namespaces and descriptions no tenant gets all (`kvstore.runtime.shares`).
 
     Attributes:
         stage_bytes: Bytes that leases and running stages may pin together; a longer hit is cut to what fits. It must
@@ -23,7 +24,9 @@ class StoreLimits:
         fetch_timeout_s: One read of one record gives up after this.
         lease_s: A lease lasts this long unless it is renewed.
         leases_max: Leases at a time; beyond, stages are answered with nothing staged.
+        lease_records_max: Records in all leases together, each some 200 bytes of memory beside the record.
         namespaces_max: Namespaces open at a time; one more closes one that was unused for ten minutes.
+        description_bytes: Bytes of the descriptions of open namespaces.
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
         write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
         write_back_in_flight: Records that are written to one tier at a time.
@@ -48,7 +51,9 @@ class StoreLimits:
     fetch_timeout_s: float = 5.0
     lease_s: float = 30.0
     leases_max: int = 4096
+    lease_records_max: int = 1 << 19
     namespaces_max: int = 1024
+    description_bytes: int = 64 * _MIB
     save_bytes_in_flight: int = 256 * _MIB
     write_back_bytes: int = 256 * _MIB
     write_back_in_flight: int = 4

@@ -18,7 +18,7 @@ from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.spans import cell_of
-from kvstore.store.slices import Probe, SliceMap, groups_present
+from kvstore.store.slices import Probe, SliceMap, groups_present, slices_of
 
 __all__ = [
     "UNKNOWN_BYTES",
@@ -60,16 +60,27 @@ class Presence:
     num_sized: dict[int, int] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
 
+    @property
+    def num_cells(self) -> int:
+        """Boundaries times groups: what it takes to work on all of it."""
+        return len(self.query.boundaries) * len(self.layout.groups)
+
+    def key(self, probe: Probe, slice_: int) -> RecordKey:
+        """The key of one slice."""
+        index, group = probe
+        return RecordKey(self.query.namespace, self.query.boundaries[index].prefix, group, slice_)
+
     def keys(self, probe: Probe) -> list[RecordKey]:
         """The keys of all slices."""
-        index, group = probe
-        namespace, prefix = self.query.namespace, self.query.boundaries[index].prefix
-        return [RecordKey(namespace, prefix, group, slice_) for slice_ in range(self.layout.groups[group].num_slices)]
+        return [self.key(probe, slice_) for slice_ in range(self.layout.groups[probe[1]].num_slices)]
+
+    def missing_bits(self, probe: Probe) -> int:
+        """A bit for each slice that is not in memory."""
+        return (1 << self.layout.groups[probe[1]].num_slices) - 1 & ~self.memory.get(probe, 0)
 
     def missing(self, probe: Probe) -> list[int]:
         """Slices that are not in memory."""
-        held = self.memory.get(probe, 0)
-        return [s for s in range(self.layout.groups[probe[1]].num_slices) if not held >> s & 1]
+        return slices_of(self.missing_bits(probe))
 
     def complete(self, probe: Probe) -> bool:
         """Whether every slice is in some tier."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.api import Progress
 from kvstore.errors import Closed, CorruptRecord, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.coverage import records_to_resume
-from kvstore.model.keys import RecordKey
+from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.long_work import LongWork
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.single_flight import SingleFlight
 from kvstore.store.absent import AbsentKeys
@@ -23,7 +24,7 @@ from kvstore.store.admission import affordable_resume, check_header
 from kvstore.store.fetch_gate import FetchGate
 from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe
-from kvstore.store.stage_run import Holding, StageRun, Wanted
+from kvstore.store.stage_run import PINNED_AT_ONCE, Holding, StageRun, Wanted
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
@@ -48,10 +49,27 @@ class _NotRead:
     cut: str
 
 
+@dataclass(slots=True)
+class _Plan:
+    """What a stage is to hold.
+
+    Attributes:
+        is_cut: Less than looked usable, for lack of memory.
+        wanted: The records that are not pinned yet.
+        useful: The keys of all; what else is pinned is unpinned, to make room.
+    """
+
+    is_cut: bool
+    wanted: list[Wanted] = field(default_factory=list)
+    useful: set[RecordKey] = field(default_factory=set)
+
+
 class Promotion:
     """Reads records from the slower tiers into memory: each once, however many stages want it.
 
     Args:
+        work: Runs what takes long for a long prompt.
+        room_for: How many bytes more may be pinned now for a namespace.
         on_cold_hit: Called with each record that the cold tier delivered.
     """
 
@@ -66,6 +84,8 @@ class Promotion:
         meters: Meters,
         limits: StoreLimits,
         clock: Clock,
+        work: LongWork,
+        room_for: Callable[[NamespaceId], int],
         on_cold_hit: Callable[[Record], None],
     ) -> None:
         self._memory = memory
@@ -76,6 +96,8 @@ class Promotion:
         self._meters = meters
         self._limits = limits
         self._clock = clock
+        self._work = work
+        self._room_for = room_for
         self._on_cold_hit = on_cold_hit
         self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(background)
         self._in_flight = ByteBudget(limits.stage_bytes_in_flight)
@@ -110,7 +132,11 @@ class Promotion:
             raise
         finally:
             self._runs.discard(run)
-        return run.settle(self._memory)
+        try:
+            return await run.settle(self._memory, self._work)
+        except BaseException:
+            run.drop_pins(self._memory)
+            raise
 
     def drop(self, holding: Holding) -> None:
         """Unpin a holding that nobody will lease."""
@@ -119,46 +145,45 @@ class Promotion:
 
     async def _fetch_all(self, run: StageRun, presence: Presence) -> None:
         """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
-        bits = presence.groups_present()
+        bits = await self._work.run(presence.num_cells, presence.groups_present)
         for _ in range(_REPLANS_MAX):
-            needed = self._plan(run, presence, bits)
-            missed = await self._fetch(run, needed)
+            run.waits_for_nothing()
+            free_bytes = self._room_for(presence.query.namespace) + run.pinned_bytes
+            plan = await self._work.run(presence.num_cells, self._plan, run, presence, bits, free_bytes)
+            if plan.is_cut:
+                run.cut_by("node_memory")
+            await run.drop_pins_in_pieces(self._memory, self._work, but=plan.useful)
+            missed = await self._fetch(run, plan.wanted)
             if not missed:
                 return
             for index, group in missed:
                 bits[index] &= ~(1 << group)
 
-    def _plan(self, run: StageRun, presence: Presence, bits: Sequence[int]) -> list[Wanted]:
-        """The records, not pinned yet, of the longest resume point that this node can hold. What is pinned but of no
-        use for that point is unpinned, to make room.
-        """
+    def _plan(self, run: StageRun, presence: Presence, bits: Sequence[int], free_bytes: int) -> _Plan:
+        """The records of the longest resume point that this node can hold."""
         query, layout = presence.query, presence.layout
         group_bytes = [
             group.num_slices * (presence.mean_bytes(index, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
             for index, group in enumerate(layout.groups)
         ]
-        free_bytes = self._limits.stage_bytes - self._memory.pinned_bytes + run.pinned_bytes
         resume_tokens = affordable_resume(layout, query, bits, group_bytes=group_bytes, budget_bytes=max(0, free_bytes))
-        if resume_tokens < presence.resume_tokens(bits):
-            run.cut_by("node_memory")
+        plan = _Plan(resume_tokens < presence.resume_tokens(bits))
         if resume_tokens <= query.local_tokens:
-            return []
+            plan.useful.update(run.pins)
+            return plan
         tokens = [boundary.tokens for boundary in query.boundaries]
         index_of = {count: index for index, count in enumerate(tokens)}
-        wanted: list[Wanted] = []
-        useful: set[RecordKey] = set()
         for needed in records_to_resume(
             layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens
         ):
             probe = (index_of[needed.tokens], needed.group)
             size_bytes = presence.mean_bytes(needed.group, UNKNOWN_BYTES)
             for slice_, key in enumerate(presence.keys(probe)):
-                useful.add(key)
+                plan.useful.add(key)
                 if key not in run.pins:
                     places = self._places(presence, probe, slice_)
-                    wanted.append(Wanted(key, probe, needed.tokens, places, size_bytes))
-        run.drop_pins(self._memory, but=useful)
-        return wanted
+                    plan.wanted.append(Wanted(key, probe, needed.tokens, places, size_bytes))
+        return plan
 
     def _places(self, presence: Presence, probe: Probe, slice_: int) -> tuple[Tier, ...]:
         said = ((self._hot, presence.hot), (self._cold, presence.cold))
@@ -167,12 +192,16 @@ class Promotion:
     async def _fetch(self, run: StageRun, wanted: Sequence[Wanted]) -> set[Probe]:
         """Bring records in, ascending, a few at a time; returns what is missing, and stops soon after the first."""
         missed: set[Probe] = set()
-        for item in wanted:  # what is in memory is pinned now: nothing may evict it while the rest is fetched
-            if item.key in self._memory and (cut := self._keep(run, item, None)):
-                run.cut_by(cut)
-                missed.add(item.probe)
-        todo = iter([item for item in wanted if item.key not in run.pins])
-        run.waiting = {item.key for item in wanted if item.key not in run.pins}
+        for start in range(0, len(wanted), PINNED_AT_ONCE):
+            async with self._work.turn(len(wanted)):
+                for item in wanted[start : start + PINNED_AT_ONCE]:  # nothing may evict it while the rest is fetched
+                    if item.key in self._memory and (cut := self._keep(run, item, None)):
+                        run.cut_by(cut)
+                        missed.add(item.probe)
+        left = await self._work.run(len(wanted), lambda: [item for item in wanted if item.key not in run.pins])
+        todo = iter(left)
+        run.waiting = {item.key for item in left}
+        run.touch()
 
         async def worker(items: Iterator[Wanted]) -> None:
             for item in items:
@@ -216,11 +245,11 @@ class Promotion:
             self._memory.remove(item.key)
             self._meters.add("corrupt_records", tier=self._memory.name, reason=str(error.message))
             return f"corrupt:{self._memory.name}"
-        pinned_before = self._memory.pinned_bytes
+        pinned_before, room_bytes = self._memory.pinned_bytes, self._room_for(item.key.namespace)
         pin = self._memory.pin([item.key])
         assert pin is not None
         added_bytes = self._memory.pinned_bytes - pinned_before
-        if added_bytes and self._memory.pinned_bytes > self._limits.stage_bytes:
+        if added_bytes > room_bytes:
             self._memory.unpin(pin)
             self._meters.add("stage_refused", reason="stage_bytes")
             return "node_memory"

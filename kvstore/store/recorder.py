@@ -33,6 +33,8 @@ _AGAIN_S = 1.0
 _USE_S = 5.0
 """How often reads are reported: they are many, and nobody needs them sooner."""
 _QUERIES_KEPT = 64
+_QUERY_BOUNDARIES_KEPT = 131_072
+"""Boundaries of all queries that are kept, but for the last one: they are indexed in one go, in some 30 ms."""
 _PARENTS_KEPT = 200_000
 
 
@@ -141,6 +143,13 @@ class Recorder:
     def learn(self, query: PrefixQuery, layout: Layout) -> None:
         """Remember a prompt's boundaries: what is saved next is likely to be one of them, and has a parent."""
         self._queries.append((query, layout.page_tokens))
+        num_kept = 0
+        for number, (kept, _) in enumerate(reversed(self._queries)):
+            num_kept += len(kept.boundaries)
+            if number and num_kept > _QUERY_BOUNDARIES_KEPT:
+                while len(self._queries) > number:
+                    self._queries.popleft()
+                return
 
     def below(self, prefix: PrefixHash) -> PrefixHash | None:
         """The boundary that a prompt has before this one; `None`: it is the first, or not known here."""

@@ -26,6 +26,7 @@ from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import UNKNOWN_BYTES, Presence
 from kvstore.store.recorder import Recorder
+from kvstore.store.slices import slices_of
 from kvstore.store.write_back import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import MemoryTier
@@ -34,8 +35,8 @@ from kvstore.tiers.verify import open_off_loop
 __all__ = ["Saver", "verify_record"]
 
 _GIVE_BACK_S = 2.0
-_BROUGHT_TOGETHER = 16
-"""Boundaries that are queued before the event loop gets a turn."""
+_BROUGHT_TOGETHER = 256
+"""Records that are queued before the event loop gets a turn."""
 
 
 class Saver:
@@ -182,20 +183,21 @@ class Saver:
 
     async def _bring_all(self, presence: Presence, indexes: Sequence[int]) -> None:
         query, layout = presence.query, presence.layout
-        for number, index in enumerate(indexes):
+        num_brought = 0
+        for index in indexes:
             boundary, wanted = query.boundaries[index], []
             for group in range(len(layout.groups)):
                 probe = (index, group)
-                missing = ~presence.cold.get(probe, 0)
                 in_hot, held = presence.hot.get(probe, 0), presence.memory.get(probe, 0)
                 num_bytes = presence.mean_bytes(group, UNKNOWN_BYTES)
                 wanted += [
-                    (key, num_bytes, bool(in_hot >> slice_ & 1))
-                    for slice_, key in enumerate(presence.keys(probe))
-                    if (in_hot | held) & missing & 1 << slice_
+                    (presence.key(probe, slice_), num_bytes, bool(in_hot >> slice_ & 1))
+                    for slice_ in slices_of((in_hot | held) & ~presence.cold.get(probe, 0))
                 ]
             self._bring(query.namespace, boundary, wanted)
-            if number % _BROUGHT_TOGETHER == 0:
+            num_brought += len(layout.groups) + len(wanted)
+            if num_brought >= _BROUGHT_TOGETHER:
+                num_brought = 0
                 await asyncio.sleep(0)
 
     def _bring_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:

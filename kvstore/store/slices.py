@@ -11,7 +11,16 @@ from kvstore.catalog.entry import EntryShape
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
-__all__ = ["PackedSlices", "Probe", "SliceMap", "boundaries_beyond", "boundaries_of", "count_first", "groups_present"]
+__all__ = [
+    "PackedSlices",
+    "Probe",
+    "SliceMap",
+    "boundaries_beyond",
+    "boundaries_of",
+    "count_first",
+    "groups_present",
+    "slices_of",
+]
 
 Probe = tuple[int, int]
 """Index of a boundary in the query, index of a group in the layout."""
@@ -67,6 +76,16 @@ class PackedSlices(SliceMap):
     def _bits(self, probe: Probe) -> int:
         index, group = probe
         return int.from_bytes(self.rows[index, self._at[group] : self._at[group + 1]].tobytes(), "little")
+
+
+def slices_of(bits: int) -> list[int]:
+    """The slices whose bits are set, ascending."""
+    slices = []
+    while bits:
+        lowest = bits & -bits
+        slices.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return slices
 
 
 def boundaries_of(found: Mapping[Probe, int]) -> set[int]:

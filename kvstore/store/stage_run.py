@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.api import PrefixQuery, Progress
 from kvstore.model.coverage import longest_resumable, records_to_resume
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
+from kvstore.runtime.long_work import LongWork
 from kvstore.store.placement import Probe
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier, Pin
 
-__all__ = ["Holding", "StageRun", "Wanted"]
+__all__ = ["PINNED_AT_ONCE", "Holding", "StageRun", "Wanted"]
+
+PINNED_AT_ONCE = 1024
+"""Records that are pinned or unpinned before the event loop gets a turn: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Holding:
     Attributes:
         resume_tokens: The resume point that the pinned records serve, or the local tokens.
         pins: The records, in the order of their boundaries.
+        spans: Their tokens (start, stop), in this order.
         sources: Number of records by tier that they were read from.
         num_bytes: Bytes of the records, headers included.
         cut: Why it is less than was promised, if it is: a word of docs/explain.md, perhaps with `:` and a tier's name.
@@ -32,6 +37,7 @@ class Holding:
 
     resume_tokens: int
     pins: dict[RecordKey, Pin]
+    spans: tuple[tuple[int, int], ...]
     sources: dict[str, int]
     num_bytes: int
     cut: str = ""
@@ -85,12 +91,18 @@ class StageRun:
         """Have `timer` expire when nothing arrives for `stall_s`, and after `remaining_s` in any case."""
         self._timer, self._stall_s = timer, stall_s
         self._ends_s = asyncio.get_running_loop().time() + remaining_s
-        self.touch()
+        self.waits_for_nothing()
 
     def cut_by(self, reason: str) -> None:
         self.cut = self.cut or reason
 
+    def waits_for_nothing(self) -> None:
+        """No record is expected now, so only the end counts."""
+        if self._timer is not None and not self._timer.expired():
+            self._timer.reschedule(self._ends_s)
+
     def touch(self) -> None:
+        """A record is expected, or has begun or ended to arrive: wait for the next one from now on."""
         if self._timer is not None and not self._timer.expired():
             now_s = asyncio.get_running_loop().time()
             self._timer.reschedule(min(self._ends_s, now_s + self._stall_s))
@@ -103,14 +115,41 @@ class StageRun:
         if self.progress is not None:
             self.progress(self._num_bytes)
 
-    def drop_pins(self, memory: MemoryTier, *, but: Collection[RecordKey] = ()) -> None:
+    def drop_pins(self, memory: MemoryTier) -> None:
+        """Unpin everything at once."""
+        self._drop(memory, list(self.pins))
+
+    async def drop_pins_in_pieces(self, memory: MemoryTier, work: LongWork, *, but: Collection[RecordKey]) -> None:
+        """Unpin what is not to be kept."""
+        useless = await work.run(len(self.pins), lambda: [key for key in self.pins if key not in but])
+        for start in range(0, len(useless), PINNED_AT_ONCE):
+            async with work.turn(len(useless)):
+                self._drop(memory, useless[start : start + PINNED_AT_ONCE])
+
+    def _drop(self, memory: MemoryTier, keys: Iterable[RecordKey]) -> None:
         before_bytes = memory.pinned_bytes
-        for key in [key for key in self.pins if key not in but]:
+        for key in keys:
             memory.unpin(self.pins.pop(key))
         self.pinned_bytes -= before_bytes - memory.pinned_bytes
 
-    def settle(self, memory: MemoryTier) -> Holding:
-        """Keep the pins of the longest resume point whose records are all here; drop the others."""
+    async def settle(self, memory: MemoryTier, work: LongWork) -> Holding:
+        """Keep the pins of the longest resume point whose records are all here; drop the others.
+
+        If cancelled, the pins are still this run's.
+        """
+        num_items = len(self.pins) + len(self.query.boundaries)
+        resume_tokens, kept = await work.run(num_items, self._usable)
+        await self.drop_pins_in_pieces(memory, work, but=kept)
+        return await work.run(len(kept), self._holding, resume_tokens, kept)
+
+    def _holding(self, resume_tokens: int, kept: dict[RecordKey, Pin]) -> Holding:
+        num_bytes = sum(pin.records[0].num_bytes for pin in kept.values())
+        sources = dict(Counter(self.sources[key] for key in kept))
+        spans = tuple((span.start, span.stop) for span in (pin.records[0].header.span for pin in kept.values()))
+        return Holding(resume_tokens, kept, spans, sources, num_bytes, self.cut)
+
+    def _usable(self) -> tuple[int, dict[RecordKey, Pin]]:
+        """The longest resume point, and what it needs in the order of the boundaries."""
         bits = [0] * len(self.query.boundaries)
         index_of = {boundary.prefix: index for index, boundary in enumerate(self.query.boundaries)}
         held: dict[Probe, int] = {}
@@ -137,7 +176,5 @@ class StageRun:
             ):
                 for slice_ in range(self.layout.groups[needed.group].num_slices):
                     key = RecordKey(self.query.namespace, prefixes[needed.tokens], needed.group, slice_)
-                    kept[key] = self.pins.pop(key)
-        self.drop_pins(memory)
-        num_bytes = sum(pin.records[0].num_bytes for pin in kept.values())
-        return Holding(resume_tokens, kept, dict(Counter(self.sources[key] for key in kept)), num_bytes, self.cut)
+                    kept[key] = self.pins[key]
+        return resume_tokens, kept

@@ -10,9 +10,10 @@ from itertools import product
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
 from kvstore.catalog.pending_base import PendingLog
-from kvstore.errors import Closed, Unavailable
+from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
+from kvstore.model.coverage import MAX_POINTS
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
@@ -21,8 +22,11 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
+from kvstore.runtime.long_work import PIECE, LongWork
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.shares import share_left
 from kvstore.runtime.tracing import Tracing
+from kvstore.runtime.turns import Turns
 from kvstore.store.absence import AbsenceFinder
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_key, check_sizes
@@ -49,6 +53,8 @@ from kvstore.tiers.memory import MemoryTier
 
 __all__ = ["TieredStore"]
 
+_QUESTIONS_AT_ONCE = 64
+"""Questions to the slower tiers at a time, of a few thousand names at most; more of them wait their turn."""
 _ANSWER_S = 0.01
 """Reserved from a deadline for the answer itself, so that what has arrived is not lost to a late reply."""
 
@@ -104,8 +110,15 @@ class TieredStore(PageStore):
         self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
         self._clock = clock
         self._background = Background("store")
-        self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock)
-        self._leases = LeaseTable(memory, clock, lease_s=self.limits.lease_s, leases_max=self.limits.leases_max)
+        self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock, self.limits.description_bytes)
+        memory.owner_of = self._namespaces.tenant_of
+        self._leases = LeaseTable(
+            memory,
+            clock,
+            lease_s=self.limits.lease_s,
+            leases_max=self.limits.leases_max,
+            records_max=self.limits.lease_records_max,
+        )
         self._absent = AbsentKeys(clock)
         self._saver = Saver(
             memory,
@@ -142,15 +155,8 @@ class TieredStore(PageStore):
         self._recorder = recorder
         self._choice = choice
         self._admission = admission
-        self._finder = PresenceFinder(
-            memory,
-            hot,
-            cold,
-            self._absent,
-            self.meters,
-            cold_probes=self.limits.cold_probes,
-            catalog=CatalogLookup(recorder.catalog, self.meters, clock) if recorder is not None else None,
-        )
+        self._work = LongWork("lookups")
+        self._finder = self._find_with(hot, cold)
         self._promotion = Promotion(
             memory,
             hot,
@@ -160,10 +166,26 @@ class TieredStore(PageStore):
             meters=self.meters,
             limits=self.limits,
             clock=clock,
+            work=self._work,
+            room_for=self._room_for,
             on_cold_hit=self._saver.promote_to_hot,
         )
         self._sweep = LeaseSweep(self._leases, self._background, self.meters)
         self._closed = False
+
+    def _find_with(self, hot: Tier | None, cold: Tier | None) -> PresenceFinder:
+        catalog = self._recorder.catalog if self._recorder is not None else None
+        return PresenceFinder(
+            self._memory,
+            hot,
+            cold,
+            self._absent,
+            self.meters,
+            cold_probes=self.limits.cold_probes,
+            work=self._work,
+            questions=Turns(_QUESTIONS_AT_ONCE),
+            catalog=CatalogLookup(catalog, self.meters, self._clock, self._work) if catalog is not None else None,
+        )
 
     @property
     def slower(self) -> tuple[Tier, ...]:
@@ -180,7 +202,7 @@ class TieredStore(PageStore):
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
         namespace, layout = description.id, description.layout()
-        if (closed := self._namespaces.open(namespace, layout)) is not None:
+        for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
             self._manifests.close(closed)
         if self._orders is not None:
             self._orders.know(description)
@@ -195,7 +217,7 @@ class TieredStore(PageStore):
         Args:
             learns: Whether the catalog may learn that each boundary's parent is the one before it.
         """
-        layout = self._layout(query.namespace)
+        layout = self._layout_for(query)
         if self._is_retired(query.namespace):
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
         if self._recorder is not None and learns:
@@ -205,14 +227,15 @@ class TieredStore(PageStore):
         presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.bring(presence, lacking)
-        found = self._found(presence)
+        found = await self._work.run(presence.num_cells, self._found, presence)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", found.resume_tokens > query.local_tokens)
         return found
 
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         """As `lookup`, without side effects: nothing is counted, learnt or brought anywhere."""
-        return self._found(await self._find(query, self._layout(query.namespace), _leave_time(deadline)))
+        presence = await self._find(query, self._layout_for(query), _leave_time(deadline))
+        return await self._work.run(presence.num_cells, self._found, presence)
 
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Where the records are, for a lookup. What hangs has stalled, however long the caller would wait: first the
@@ -234,15 +257,17 @@ class TieredStore(PageStore):
         Args:
             owner: The lease's owner: `release_owner` ends all leases of one owner, e.g. of a peer that died.
         """
-        layout = self._layout(query.namespace)
+        layout = self._layout_for(query)
         self.meters.add("stages")
         if self._is_retired(query.namespace):
             return Staged(None, query.local_tokens, cut="weights_retired")
-        if self._sweep.is_full():
+        tenant = self._namespaces.tenant_of(query.namespace)
+        if self._sweep.is_full(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
-        # a tier that hangs during a lookup is as stalled as one that hangs during a read
-        presence = await self._finder.find(query, layout, deadline.earlier(self.limits.stall_timeout_s))
+        # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt asks it often
+        patience_s = self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
+        presence = await self._finder.find(query, layout, deadline.earlier(patience_s))
         holding = await self._promotion.stage(presence, deadline, progress)
         if holding.resume_tokens < query.cap_tokens and presence.silent:
             holding = replace(holding, cut=f"tier_failed:{min(presence.silent)}")
@@ -251,28 +276,37 @@ class TieredStore(PageStore):
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens, cut=holding.cut)
-        if self._sweep.is_full():  # other stages ended while this one ran
+        if self._sweep.is_full(tenant, len(holding.pins)):  # other stages ended while this one ran
             self._promotion.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
-        return self._lease(holding, owner)
+        try:
+            await self._note_use(query.namespace, holding)
+        except BaseException:
+            self._promotion.drop(holding)
+            raise
+        return self._lease(holding, owner, tenant)
 
-    def _lease(self, holding: Holding, owner: str) -> Staged:
-        lease = self._leases.grant(holding.pins, owner)
+    async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
+        if self._recorder is None:
+            return
+        read = {key.prefix: stop for key, (_, stop) in zip(holding.pins, holding.spans, strict=True)}
+        uses = list(read.items())
+        for start in range(0, len(uses), PIECE):
+            async with self._work.turn(len(uses)):
+                self._recorder.used(namespace, uses[start : start + PIECE])
+
+    def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
+        lease = self._leases.grant(holding.pins, owner, tenant)
         self._sweep.go_on()
         self.meters.add("leases_granted")
         self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
             self.meters.add("served_records", count, tier=source)
-        spans = [pin.records[0].header.span for pin in holding.pins.values()]
-        if self._recorder is not None and holding.pins:
-            namespace = next(iter(holding.pins)).namespace
-            read = {key.prefix: span.stop for key, span in zip(holding.pins, spans, strict=True)}
-            self._recorder.used(namespace, read.items())
         return Staged(
             lease=lease,
             resume_tokens=holding.resume_tokens,
             keys=tuple(holding.pins),
-            spans=tuple((span.start, span.stop) for span in spans),
+            spans=holding.spans,
             sources=holding.sources,
             num_bytes=holding.num_bytes,
             lease_s=self._leases.lease_s,
@@ -391,6 +425,12 @@ class TieredStore(PageStore):
             await self._background.aclose()
             await self._saver.aclose()
             self._leases.release_all()
+            self._work.close()
+
+    def _room_for(self, namespace: NamespaceId) -> int:
+        """How many bytes more may be leased now to the tenant of a namespace."""
+        tenant, memory = self._namespaces.tenant_of(namespace), self._memory
+        return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:
         return self._orders is not None and self._orders.hides(namespace)
@@ -398,6 +438,22 @@ class TieredStore(PageStore):
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the store is closed")
+
+    def _layout_for(self, query: PrefixQuery) -> Layout:
+        """The layout for a query.
+
+        Raises:
+            InvalidRequest: The prompt has too many boundaries for so many groups.
+        """
+        layout = self._layout(query.namespace)
+        if len(query.boundaries) * len(layout.groups) > MAX_POINTS:
+            raise InvalidRequest(
+                "the prompt has too many boundaries for a layout of so many groups",
+                field="boundaries",
+                expected=f"at most {MAX_POINTS // len(layout.groups)}",
+                seen=len(query.boundaries),
+            )
+        return layout
 
     def _layout(self, namespace: NamespaceId) -> Layout:
         self._check_open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import Closed, InternalError, InvalidRequest
@@ -36,6 +36,7 @@ class _Slot:
         record: The record itself.
         cost_bytes: What it is charged.
         num_pins: Pins that hold it; above zero it is not evicted.
+        pinned_for: The owner that its pinned bytes count for.
         removed: Deleted while pinned: no reader finds it, but its bytes stay until the last pin ends.
     """
 
@@ -43,6 +44,7 @@ class _Slot:
     cost_bytes: int
     num_pins: int = 0
     removed: bool = False
+    pinned_for: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +66,12 @@ class MemoryTier(Tier):
     The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods build on it. All
     methods belong to one event loop's thread. `allocate` is not called: there are no bytes to move.
 
+    Attributes:
+        used_bytes, pinned_bytes: Bytes held, and those of them that pins keep.
+        pinned_by: The latter by owner.
+        owner_of: Says whose a namespace is; set by the tier's owner.
+        num_evicted: Records that made room for others.
+
     Args:
         budget_bytes: Limit for headers, payloads and `RECORD_OVERHEAD_BYTES` per record.
         name: Shown in metrics and answers.
@@ -79,10 +87,12 @@ class MemoryTier(Tier):
         self.used_bytes = 0
         self.pinned_bytes = 0
         self.num_evicted = 0
+        self.pinned_by: Counter[str] = Counter()
+        self.owner_of: Callable[[NamespaceId], str] = lambda _: ""
         self._num_quarantined = 0
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
-        self._num_at: Counter[PrefixHash] = Counter()
+        self._at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {}  # a bit per slice, by group
         self._manifests: OrderedDict[NamespaceId, bytes] = OrderedDict()
         self._closed = False
 
@@ -96,9 +106,9 @@ class MemoryTier(Tier):
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._slots
 
-    def prefixes(self) -> Container[PrefixHash]:
-        """Every prefix with a record here, of any namespace, group and slice."""
-        return self._num_at
+    def boundaries(self, namespace: NamespaceId) -> Mapping[PrefixHash, Mapping[int, int]]:
+        """Every boundary of a namespace with a record here: for each of its groups a bit per slice that is here."""
+        return self._at.get(namespace, {})
 
     def buffer(self, num_bytes: int) -> memoryview:
         """Uninitialised memory for a record that is to be put here, in the arena if there is room."""
@@ -137,7 +147,7 @@ class MemoryTier(Tier):
             self.num_evicted += 1
         slot = _Slot(record, cost_bytes)
         self._slots[record.key] = self._idle[record.key] = slot
-        self._num_at[record.key.prefix] += 1
+        self._note(record.key)
         self.used_bytes += cost_bytes
         return PutOutcome.STORED
 
@@ -154,6 +164,8 @@ class MemoryTier(Tier):
             if slot.num_pins == 1:
                 del self._idle[slot.record.key]
                 self.pinned_bytes += slot.cost_bytes
+                slot.pinned_for = self.owner_of(slot.record.key.namespace)
+                self.pinned_by[slot.pinned_for] += slot.cost_bytes
         return Pin(tuple(slots))
 
     def unpin(self, pin: Pin) -> None:
@@ -170,19 +182,35 @@ class MemoryTier(Tier):
             if slot.num_pins > 0:
                 continue
             self.pinned_bytes -= slot.cost_bytes
+            self.pinned_by[slot.pinned_for] -= slot.cost_bytes
+            if not self.pinned_by[slot.pinned_for]:
+                del self.pinned_by[slot.pinned_for]
             if slot.removed:
                 self.used_bytes -= slot.cost_bytes
             else:
                 self._idle[slot.record.key] = slot
+
+    def _note(self, key: RecordKey) -> None:
+        groups = self._at.setdefault(key.namespace, {}).setdefault(key.prefix, {})
+        groups[key.group] = groups.get(key.group, 0) | 1 << key.slice
+
+    def _strike_out(self, key: RecordKey) -> None:
+        boundaries = self._at[key.namespace]
+        groups = boundaries[key.prefix]
+        groups[key.group] &= ~(1 << key.slice)
+        if not groups[key.group]:
+            del groups[key.group]
+        if not groups:
+            del boundaries[key.prefix]
+        if not boundaries:
+            del self._at[key.namespace]
 
     def remove(self, key: RecordKey) -> bool:
         """Remove a record from the reach of new readers; pins keep its bytes. False: it was not there."""
         slot = self._slots.pop(key, None)
         if slot is None:
             return False
-        self._num_at[key.prefix] -= 1
-        if not self._num_at[key.prefix]:
-            del self._num_at[key.prefix]
+        self._strike_out(key)
         if slot.num_pins > 0:
             slot.removed = True
         else:

@@ -7,10 +7,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
-from kvstore.model.layout import MAX_GROUPS
+from kvstore.model.layout import MAX_GROUPS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.wire import messages
 
@@ -103,29 +105,70 @@ def _offers(offers: Mapping[str, Any]) -> tuple[Offer, ...]:
     return tuple(sorted(parsed, key=lambda offer: offer.resume_tokens))
 
 
-def staged_reply(request_id: int, staged: Staged) -> messages.Staged:
-    """A stage's outcome as a message. All keys are of one namespace, the query's."""
+def staged_reply(
+    request_id: int, staged: Staged, query: PrefixQuery | None = None, layout: Layout | None = None
+) -> messages.Staged:
+    """A stage's outcome as a message. All keys are of one namespace, the query's.
+
+    Args:
+        request_id: The request's.
+        staged: What is staged.
+        query: What was asked for, by a client that reads packed answers; `None`: by one that does not.
+        layout: The namespace's, likewise.
+    """
+    chosen = _pack_chosen(staged, query, layout) if query is not None and layout is not None else b""
+    keys, spans = ((), ()) if chosen else (staged.keys, staged.spans)
     return messages.Staged(
         request_id,
         lease=staged.lease or b"",
         resume_tokens=staged.resume_tokens,
         namespace=staged.keys[0].namespace if staged.keys else bytes(NAMESPACE_BYTES),
-        prefixes=b"".join(key.prefix for key in staged.keys),
-        parts=_pack("H", [part for key in staged.keys for part in (key.group, key.slice)], "parts"),
-        spans=_pack("I", [token for span in staged.spans for token in span], "spans"),
+        prefixes=b"".join(key.prefix for key in keys),
+        parts=_pack("H", [part for key in keys for part in (key.group, key.slice)], "parts"),
+        spans=_pack("I", [token for span in spans for token in span], "spans"),
         num_bytes=staged.num_bytes,
         lease_s=staged.lease_s,
         sources=dict(staged.sources),
         cut=staged.cut,
+        chosen=chosen,
     )
 
 
-def parse_staged(message: messages.Staged) -> Staged:
+def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, layout: Layout | None = None) -> Staged:
     """A stage's outcome from a message.
+
+    Args:
+        message: The answer.
+        query: What was asked for, if packed answers are read.
+        layout: The namespace's, likewise.
 
     Raises:
         InvalidRequest: The lengths of the fields do not match.
     """
+    if message.chosen:
+        if query is None or layout is None:
+            raise InvalidRequest("a packed answer was not asked for", field="staged.chosen")
+        keys, spans = _unpack_chosen(message.chosen, query, layout)
+    else:
+        keys, spans = _unpack_keys(message)
+    if not all(isinstance(count, int) for count in message.sources.values()):
+        raise InvalidRequest("a field has the wrong type", field="staged.sources", expected="whole numbers")
+    return Staged(
+        lease=LeaseId(message.lease) if message.lease else None,
+        resume_tokens=message.resume_tokens,
+        keys=keys,
+        spans=spans,
+        sources=dict(message.sources),
+        num_bytes=message.num_bytes,
+        lease_s=message.lease_s,
+        cut=message.cut,
+    )
+
+
+Spans = tuple[tuple[int, int], ...]
+
+
+def _unpack_keys(message: messages.Staged) -> tuple[tuple[RecordKey, ...], Spans]:
     parts = _unpack("H", message.parts, "staged.parts")
     num_keys = len(parts) // 2
     prefixes = _prefixes(message.prefixes, num_keys, "staged.prefixes")
@@ -133,21 +176,37 @@ def parse_staged(message: messages.Staged) -> Staged:
     _check_length("staged.parts", message.parts, num_keys * 4)
     _check_length("staged.spans", message.spans, num_keys * 8)
     namespace = parse_namespace(message.namespace, "staged.namespace")
-    if not all(isinstance(count, int) for count in message.sources.values()):
-        raise InvalidRequest("a field has the wrong type", field="staged.sources", expected="whole numbers")
-    return Staged(
-        lease=LeaseId(message.lease) if message.lease else None,
-        resume_tokens=message.resume_tokens,
-        keys=tuple(
-            RecordKey(namespace, prefix, group, slice_)
-            for prefix, group, slice_ in zip(prefixes, parts[::2], parts[1::2], strict=True)
-        ),
-        spans=tuple(zip(tokens[::2], tokens[1::2], strict=True)),
-        sources=dict(message.sources),
-        num_bytes=message.num_bytes,
-        lease_s=message.lease_s,
-        cut=message.cut,
+    keys = tuple(
+        RecordKey(namespace, prefix, group, slice_)
+        for prefix, group, slice_ in zip(prefixes, parts[::2], parts[1::2], strict=True)
     )
+    return keys, tuple(zip(tokens[::2], tokens[1::2], strict=True))
+
+
+def _pack_chosen(staged: Staged, query: PrefixQuery, layout: Layout) -> bytes:
+    """The staged records as bits; nothing where they are not what the bits would say."""
+    index_of = {boundary.prefix: index for index, boundary in enumerate(query.boundaries)}
+    bits = np.zeros((len(layout.groups), len(query.boundaries)), dtype=np.bool_)
+    for key in staged.keys:
+        bits[key.group, index_of[key.prefix]] = True
+    chosen = np.packbits(bits, axis=1, bitorder="little").tobytes()
+    return chosen if _unpack_chosen(chosen, query, layout) == (staged.keys, staged.spans) else b""
+
+
+def _unpack_chosen(chosen: bytes, query: PrefixQuery, layout: Layout) -> tuple[tuple[RecordKey, ...], Spans]:
+    width = (len(query.boundaries) + 7) // 8
+    _check_length("staged.chosen", chosen, width * len(layout.groups))
+    rows = np.frombuffer(chosen, dtype=np.uint8).reshape(len(layout.groups), width)
+    bits = np.unpackbits(rows, axis=1, count=len(query.boundaries), bitorder="little")
+    keys: list[RecordKey] = []
+    spans: list[tuple[int, int]] = []
+    for index, group in np.argwhere(bits.T).tolist():  # by boundary, then by group
+        boundary, of_group = query.boundaries[index], layout.groups[group]
+        _, span = of_group.record_at(boundary.tokens, layout.page_tokens)
+        for slice_ in range(of_group.num_slices):
+            keys.append(RecordKey(query.namespace, boundary.prefix, group, slice_))
+            spans.append((span.start, span.stop))
+    return tuple(keys), tuple(spans)
 
 
 def plain_text(text: str, most: int = _TEXT_MAX) -> str:

@@ -173,20 +173,28 @@ class LookedUp(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Stage(Lookup):
+    """`packed`: the client knows the namespace's layout, and reads `chosen` in the answer."""
+
     type: ClassVar[str] = "stage"
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress(Reply):
-    """Sent before the reply to `Stage`: `num_bytes` are staged so far."""
+    """Sent before the reply to `Stage`: `num_bytes` are staged so far; `working`: it is worked on, bytes or not."""
 
     type: ClassVar[str] = "stage_progress"
     num_bytes: int
+    working: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Staged(Reply):
-    """`lease` is empty for nothing staged. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`, 2 u32 in `spans`."""
+    """`lease` is empty for nothing staged. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`, 2 u32 in `spans`.
+
+    If the request was `packed`, these three may be empty and `chosen` says the same: for each group of the layout a bit
+    per boundary of the request, set when all slices of the group's record there are staged.
+    """
 
     type: ClassVar[str] = "staged"
     lease: bytes
@@ -199,6 +207,7 @@ class Staged(Reply):
     lease_s: float
     sources: Mapping[str, Any] = field(default_factory=dict)
     cut: str = ""
+    chosen: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

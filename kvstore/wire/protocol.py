@@ -69,6 +69,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._turn = asyncio.Lock()
         self._posted_bytes = 0  # since the other side has stopped reading
         self._closing = False
+        self._is_held = False
 
     # called by the transport
 
@@ -235,8 +236,24 @@ class FrameConnection(asyncio.BufferedProtocol):
         """Provide the buffer after the owner answered `LATER`, and resume reading."""
         if self.open and self.reader.waiting:
             self.reader.provide(target)
+            if not self._is_held:
+                assert self._transport is not None
+                self._transport.resume_reading()
+
+    def hold(self) -> None:
+        """Read nothing more after the current frame, until `go_on`: the other side waits. Idempotent."""
+        if self.open and not self._is_held:
+            self._is_held = True
             assert self._transport is not None
-            self._transport.resume_reading()
+            self._transport.pause_reading()
+
+    def go_on(self) -> None:
+        """Read again. Idempotent."""
+        if self._is_held:
+            self._is_held = False
+            if self.open and not self.reader.waiting:
+                assert self._transport is not None
+                self._transport.resume_reading()
 
     def refuse(self, error: KVStoreError) -> None:
         """Send the reason, and close."""

@@ -1,4 +1,5 @@
-"""Lookups as long as they may be, as many as a connection may ask at once: other clients are served meanwhile."""
+"""Lookups as long as they may be, as many as a connection may ask at once: the event loop is never held for long, and
+other clients are served meanwhile."""
 
 from __future__ import annotations
 
@@ -8,17 +9,70 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.model.kinds import FullAttention
+from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.store.limits import StoreLimits
+from kvstore.store.recorder import Recorder
+from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import AttackedService, beside
+from kvstore.testing.loop_held import LoopHeld
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
 from kvstore.wire.messages import encode
 
 NUM_BOUNDARIES = 8192
+
+WIDEST = Layout(64, tuple(GroupLayout(FullAttention() if at % 2 else Recurrent(), 32) for at in range(64)))
+"""As many groups and slices as a layout may have."""
+DEEPEST = Layout(16, (GroupLayout(FullAttention(), 8),))
+HELD_S_MAX = 0.2
+"""The event loop's thread computes at most so long without a turn for others: some milliseconds, on a slow machine."""
+
+
+@pytest.mark.parametrize("place", ["memory", "catalog", "directory"])
+@pytest.mark.parametrize("layout", [WIDEST, DEEPEST], ids=["widest", "deepest"])
+async def test_no_lookup_holds_the_event_loop(
+    tmp_path: Path, layout: Layout, place: str, tell: Callable[[str], None]
+) -> None:
+    """The longest prompts that one message can carry, of the layouts with the most groups and with the most boundaries:
+    looked up and staged in memory alone, with a catalog, and with a directory that has none."""
+    num_boundaries = min(100_000, (1 << 20) // len(layout.groups))
+    prompt = Prompt(layout, "long", num_boundaries * 16, payload_bytes=100)
+    query, deadline = prompt.query(), Deadline.after(120)
+    meters = Meters()
+    recorder, cold = None, None
+    if place != "memory":
+        cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=1 << 30)
+    if place == "catalog":
+        recorder = Recorder(await SqliteCatalog.open(tmp_path / "catalog"), meters, SYSTEM_CLOCK)
+        await recorder.catalog.set_complete(True, deadline=deadline)
+    limits = StoreLimits(stage_bytes=64 << 20, stall_timeout_s=30.0)
+    store = TieredStore(MemoryTier(128 << 20), None, cold, recorder=recorder, meters=meters, limits=limits)
+    await store.open_namespace(prompt.description, deadline=deadline)
+    for record in prompt.records(range(layout.page_tokens, layout.page_tokens * 3, layout.page_tokens)):
+        await store.save(record, deadline=deadline)
+    held = LoopHeld()
+    async with held.watching():
+        found = await store.lookup(query, deadline=deadline)
+        staged = await store.stage(query, deadline=deadline)
+    tell(f"{place}, {len(layout.groups)} groups: {held.longest_s * 1e3:.0f} ms")
+    await store.aclose()
+    if recorder is not None:
+        await recorder.aclose()
+        await recorder.catalog.aclose()
+    if cold is not None:
+        await cold.aclose()
+    assert found.resume_tokens == staged.resume_tokens == 2 * layout.page_tokens
+    assert held.longest_s < HELD_S_MAX
 
 
 async def pipelined(service: AttackedService, prompt: Prompt, number: int, token: str = "") -> None:

@@ -124,7 +124,7 @@ async def test_a_service_of_the_release_before(
         connection.welcome = replace(connection.welcome, codes=False)
     prompt = prompt_of(1)
     await client.open_namespace(prompt.description, deadline=soon())
-    node.server._answers._tenants.clear()
+    node.server._answers._opened.clear()
     await client.lookup(prompt.query(), deadline=soon())
     assert node.store.num_opened == 2
 

@@ -91,15 +91,17 @@ def test_records_at_a_boundary() -> None:
 def test_layouts_have_limits() -> None:
     """A layout without groups, pages or slices, or with too many, is refused."""
     group = GroupLayout(FullAttention(), 1)
-    for page_tokens, groups in (
-        (0, (group,)),
-        (1, ()),
-        (1, (group,) * 257),
-        (1, (GroupLayout(Latent(), 0),)),
-        (1, (GroupLayout(Latent(), 4097),)),
+    for page_tokens, groups, field in (
+        (0, (group,), "page_tokens"),
+        (1, (), "layout.groups"),
+        (1, (group,) * 65, "layout.groups"),
+        (1, (GroupLayout(Latent(), 0),), r"layout.groups\[0\].num_slices"),
+        (1, (group, GroupLayout(Latent(), 513)), r"layout.groups\[1\].num_slices"),
+        (1, (GroupLayout(Latent(), 500),) * 5, r"layout.groups\[\*\].num_slices"),
     ):
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest, match=field):
             Layout(page_tokens, groups)
+    assert len(Layout(1, (GroupLayout(Latent(), 32),) * 64).groups) == 64
 
 
 def ask(boundaries: list[int], present: list[int], *, step: int = 1, page_tokens: int = 4) -> int:

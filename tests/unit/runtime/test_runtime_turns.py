@@ -75,3 +75,24 @@ async def test_cancelled_in_the_moment_of_its_turn() -> None:
     end.set()
     await tasks[2]
     assert turns.num_running == 0
+
+
+async def test_turns_go_round() -> None:
+    """One connection asks for a hundred turns at once, its tenant has a second one, another tenant has one: each
+    tenant's next turn comes after one of the other's, each connection's after one of its sibling's."""
+    turns = Turns(1)
+    ran: list[str] = []
+
+    async def one(tenant: str, connection: int) -> None:
+        async with turns.turn((tenant, connection)):
+            ran.append(f"{tenant}{connection}")
+            await asyncio.sleep(0.001)
+
+    tasks = [asyncio.ensure_future(one("a", 1)) for _ in range(100)]
+    await asyncio.sleep(0)
+    tasks += [asyncio.ensure_future(one(*who)) for who in (("a", 2), ("b", 3), ("b", 3), ("a", 2))]
+    await asyncio.sleep(0)
+    tasks[50].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert ran[1:8] == ["a1", "b3", "a2", "b3", "a1", "a2", "a1"]
+    assert ran.count("a1") == 99 and turns.num_running == 0 and not turns._waiting

@@ -133,10 +133,10 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
 
     monkeypatch.setattr(world.catalog, "lookup", note)
     at_once = await world.store.lookup(prompt.query(), deadline=soon())
-    monkeypatch.setattr("kvstore.store.catalog_lookup._AT_ONCE", 1)
+    monkeypatch.setattr("kvstore.store.catalog_lookup.PIECE", 30)
     in_turn = await world.store.lookup(prompt.query(), deadline=soon())
     assert in_turn.resume_tokens == at_once.resume_tokens == 992
-    assert asked[0] == 62 and asked[1] == 15 and len(asked) == 3
+    assert asked == [62, 15, 30, 17]  # never more than a piece at once
 
 
 @pytest.mark.parametrize("trouble", ["empty", "closed"])

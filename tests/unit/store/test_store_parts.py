@@ -58,10 +58,10 @@ def test_a_sweep_frees_what_nobody_asks_for() -> None:
     leases.grant(pins(memory, 0, 1))
     clock.now_s += 5
     living = leases.grant(pins(memory, 1, 2))
-    assert leases.full
+    assert leases.is_full("")
     clock.now_s += 6
     assert leases.sweep() == 1
-    assert not leases.full
+    assert not leases.is_full("")
     assert leases.record(living, make_key(1)) is not None
     leases.release_all()
     assert memory.pinned_bytes == 0

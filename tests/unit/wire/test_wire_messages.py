@@ -167,7 +167,7 @@ def test_outcomes_come_back() -> None:
         reason="nothing_stored",
         detail={"fetch_s": 0.5, "bytes": 7, "silent": "redis"},
         stop=Boundary(128, PrefixHash(bytes(32))),
-        groups=1 << 255 | 5,
+        groups=1 << 63 | 5,
         first=PrefixHash(bytes([1]) * 32),
         content=bytes(16),
     )
