@@ -277,7 +277,8 @@ class RedisTier(Tier):
         facts = await self.facts(deadline=deadline)
         limits = [server.limit_bytes for server in facts]
         limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
-        return TierUsage(None, sum(server.used_bytes for server in facts), limit_bytes, self._num_quarantined)
+        used_bytes, name = sum(server.used_bytes for server in facts), "maxmemory" if limit_bytes is not None else ""
+        return TierUsage(None, used_bytes, limit_bytes, self._num_quarantined, name)
 
     async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
         """What the servers that hold records report about themselves, for `concerns_of` and for operators."""

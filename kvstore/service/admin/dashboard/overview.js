@@ -10,7 +10,7 @@ export async function view({ ask, query, signal }) {
     ask("/v1/history", { query: { hours } }), ask("/v1/tiers"), ask("/v1/events", { query: { follow: "false", limit: 6 } }),
   ]);
   signal.throwIfAborted();
-  return [title(hours), tiles(history, tiers), h("div", { class: "pair" }, ratios(history), held(history)), recent(events)];
+  return [title(hours), tiles(history, tiers), h("div", { class: "pair" }, ratios(history), held(history)), evictions(history), recent(events)].filter(Boolean);
 }
 
 export function span(hours, view) {
@@ -30,13 +30,14 @@ function tiles(history, { tiers }) {
   const { tokens, requests, lookups } = history;
   const asked = sum(Object.values(requests).flat());
   const own = tiers.map((tier) => [tier, tier.own?.num_bytes ?? tier.usage?.used_bytes]);
-  const kept = own.filter(([tier]) => tier.level !== "memory").map(([, held]) => held ?? 0);
+  const slower = own.filter(([tier, held]) => tier.level !== "memory" && held !== null && held !== undefined);
+  const [keeper, kept] = slower.reduce((most, one) => (one[1] > most[1] ? one : most), [{ name: "the slower tiers" }, slower.length ? 0 : null]); // tiers hold copies of each other: nothing is added up
   const sick = tiers.filter((tier) => !tier.healthy);
   return h("div", { class: "tiles" },
     tile(share(sum(tokens.resumed), sum(tokens.prompt)), "of prompt tokens restored from here"),
     tile(lookups ? share(sum(lookups.hits), sum(lookups.all)) : share(sum(requests.hit) + sum(requests.part), asked), lookups ? "of lookups found something" : "of requests were resumed"),
     tile(count(lookups ? sum(lookups.all) : asked), lookups ? "lookups" : "requests"),
-    tile(bytes(sum(kept)), "kept in the slower tiers"),
+    tile(bytes(kept), `kept in ${keeper.name}`),
     tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers are away" : `${tiers.length} tiers`,
       sick.length ? badge(sick.map((tier) => tier.name).join(", "), "bad") : null));
 }
@@ -49,9 +50,14 @@ function ratios({ at_s: at, tokens, lookups }) {
 }
 
 function held({ at_s: at, tier_bytes: tiers, of }) {
-  const series = Object.entries(tiers).map(([label, values]) => ({ label, values, stack: "bytes" }));
+  const series = Object.entries(tiers).map(([label, values]) => ({ label, values })); // not stacked: they hold copies of each other
   const empty = of === "tenant" ? "Over time it is told to operators only; see Tenants for what you hold now." : "The first look is ten seconds after the start.";
   return graph("Bytes by tier", { at, series, write: bytes, empty });
+}
+
+function evictions({ at_s: at, evictions: causes }) {
+  const series = Object.entries(causes).map(([label, values]) => ({ label, values, stack: "causes" }));
+  return series.length ? graph("Boundaries that left the cold tier, by cause", { at, series, kind: "bar", write: count, empty: "" }) : null;
 }
 
 function recent({ events }) {
