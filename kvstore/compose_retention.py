@@ -101,7 +101,8 @@ async def open_retention(
     )
     stack.push_async_callback(retention.aclose)
     if orders is not None:
-        orders.held_by(retention.set_quotas, None if budget_bytes is None else int(_GUARANTEED_SHARE * budget_bytes))
+        most_bytes = None if budget_bytes is None else int(_GUARANTEED_SHARE * budget_bytes)
+        orders.held_by(retention.set_quotas, most_bytes, retention.tenant_bytes)
     retention.start()
     return Bounds(choice if is_bound else None, admission, room)
 

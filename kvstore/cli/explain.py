@@ -65,5 +65,6 @@ def _show(values: Mapping[str, Any]) -> None:
     if values["advice"]:
         table.add_row("next", values["advice"])
     if values["namespace"]:
-        table.add_row("namespace", values["namespace"])
+        name = values.get("namespace_name", "")
+        table.add_row("namespace", f"{escape(name)} ({values['namespace']})" if name else values["namespace"])
     print_table(table)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text, time_text, whole_namespace
+from kvstore.cli.shown import bytes_text, echo_json, held_text, namespace_name, time_text, whole_namespace
 from kvstore.cli.tables import print_table, table_of
 
 __all__ = ["ls"]
@@ -64,11 +64,11 @@ def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
     if not found["namespaces"]:
         typer.echo(f"nothing is stored yet at {client.url}: no engine has opened a namespace")
         return
-    table = table_of(f"namespaces at {client.url}", "namespace", "tenant", "boundaries", "held", right=("boundaries",))
+    columns = ("model and types", "namespace", "tenant", "boundaries", "held")
+    table = table_of(f"namespaces at {client.url}", *columns, right=("boundaries",))
     for one in found["namespaces"]:
-        table.add_row(
-            one["namespace"], escape(one["tenant"]) or "-", f"{one['num_boundaries']:,}", held_text(one["held"])
-        )
+        names = (namespace_name(one), one["namespace"], escape(one["tenant"]) or "-")
+        table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
     print_table(table)
     typer.echo(f"in total: {held_text(found['total'])}")
 

@@ -8,9 +8,18 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text, time_text, whole_namespace, whole_prefix
+from kvstore.cli.shown import (
+    bytes_text,
+    echo_json,
+    held_text,
+    namespace_name,
+    time_text,
+    whole_namespace,
+    whole_prefix,
+)
 from kvstore.cli.tables import print_table, table_of
-from kvstore.model.namespace import flat_fields
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.namespace import field_differences, flat_fields
 
 __all__ = ["show"]
 
@@ -21,17 +30,24 @@ def show(
     *,
     namespace: NamespaceArgument,
     prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, from `kvstore ls`.")] = "",
+    compare: Annotated[str, typer.Option(help="Another namespace (id or a start of it): how they differ.")] = "",
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
     config: Config = None,
     timeout_s: Timeout = 30.0,
     json_: AsJson = False,
 ) -> None:
-    """Show one namespace with all fields of its description, or one of its boundaries."""
+    """Show one namespace with all fields of its description, one of its boundaries, or how it differs from another."""
+    if prefix and compare:
+        raise InvalidRequest("give a boundary or --compare, not both", field="compare", seen=repr(compare))
     prefix = whole_prefix(prefix) if prefix else ""
     with administered(admin_url, token_file, timeout_s, config) as client:
         whole = whole_namespace(client, namespace)
         found = client.get("prefixes", whole, prefix) if prefix else client.get("namespaces", whole)
+        if compare:
+            other = client.get("namespaces", whole_namespace(client, compare))
+            _show_differences(found, other, json_=json_)
+            return
     if json_:
         echo_json(found)
     elif prefix:
@@ -40,8 +56,32 @@ def show(
         _show_namespace(found)
 
 
+def _show_differences(one: dict[str, Any], other: dict[str, Any], *, json_: bool) -> None:
+    """Two namespaces side by side: the fields that differ."""
+    for asked in (one, other):
+        if asked["description"] is None:
+            raise Unavailable(
+                "the description of a namespace is lost: an engine that opens it writes it again",
+                namespace=asked["namespace"],
+            )
+    differences = field_differences(one["description"], other["description"])
+    if one["tenant"] != other["tenant"]:
+        differences = {"tenant": (one["tenant"], other["tenant"]), **differences}
+    if json_:
+        echo_json({"namespaces": [one["namespace"], other["namespace"]], "differences": differences})
+        return
+    num_equal = len(dict(flat_fields(one["description"])).keys() - differences.keys())
+    titles = [f"{namespace_name(asked)}\n{asked['namespace']}" for asked in (one, other)]
+    table = table_of("how they differ", "field", *titles)
+    for field, values in sorted(differences.items()):
+        table.add_row(escape(field), *("-" if value is None else escape(str(value)) for value in values))
+    print_table(table)
+    typer.echo(f"{len(differences):,} fields differ, {num_equal:,} are equal")
+
+
 def _show_namespace(found: dict[str, Any]) -> None:
     table = table_of(f"namespace {found['namespace']}", "what", "value")
+    table.add_row("model and types", namespace_name(found))
     table.add_row("tenant", escape(found["tenant"]) or "-")
     table.add_row("boundaries", f"{found['num_boundaries']:,}")
     table.add_row("held", held_text(found["held"]))

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.markup import escape
 
 from kvstore.errors import InvalidRequest
 
@@ -20,6 +21,7 @@ __all__ = [
     "bytes_text",
     "echo_json",
     "held_text",
+    "namespace_name",
     "parse_duration",
     "time_text",
     "whole_namespace",
@@ -51,6 +53,11 @@ def held_text(held: Mapping[str, Any]) -> str:
     """What tiers hold, like `redis 1.5 GiB, s3 2.0 GiB`; from amounts or plain bytes."""
     sizes = {tier: one["num_bytes"] if isinstance(one, Mapping) else one for tier, one in held.items()}
     return ", ".join(f"{tier} {bytes_text(size)}" for tier, size in sizes.items() if size) or "-"
+
+
+def namespace_name(one: Mapping[str, Any]) -> str:
+    """What people call a namespace, safe in a table."""
+    return escape(one.get("name") or "(its description is lost)")
 
 
 def time_text(seconds: int | None) -> str:

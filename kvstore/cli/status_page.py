@@ -98,12 +98,45 @@ def _tiers(values: Mapping[str, Any]) -> Iterator[str]:
         used, limit, records = tier.get("used_bytes"), tier.get("limit_bytes"), tier.get("num_records")
         if used is None:
             holds = "what it holds is not counted here (kvstore top)"
+            holds += f", at most {_limit_text(tier)}" if limit else ""
         else:
             holds = f"holds {bytes_text(used)}"
             holds += f" in {records:,} records" if records is not None else ""
-            holds += f", {part_of(used, limit)} of {bytes_text(limit)}" if limit else ", without a bound of ours"
+            holds += f", {part_of(used, limit)} of {_limit_text(tier)}" if limit else ", without a bound"
         aside = f"; {tier['num_quarantined']:,} damaged records put aside" if tier.get("num_quarantined") else ""
         yield f"{escape(name)}: {state}, {holds}{aside}"
+    yield from _left(values.get("counters", {}))
+    for tenant, quota in values.get("quotas", {}).items():
+        yield f"tenant {escape(tenant)}: {_quota_text(quota)} of the cold tier"
+
+
+def _limit_text(tier: Mapping[str, Any]) -> str:
+    """A bound, with the setting behind it."""
+    name = tier.get("limit_name")
+    return f"{bytes_text(tier['limit_bytes'])}{f' ({name})' if name else ''}"
+
+
+def _left(counters: Mapping[str, float]) -> Iterator[str]:
+    """What left slower tiers since the start, by cause."""
+    causes = by_label(counters, "retention_boundaries", "reason")
+    if sum(causes.values()):
+        told = ", ".join(f"{cause} {num:,.0f}" for cause, num in sorted(causes.items(), key=lambda one: -one[1]) if num)
+        freed = bytes_text(sum(by_label(counters, "retention_bytes", "reason").values()))
+        yield f"left since its start: {sum(causes.values()):,.0f} boundaries, {freed} ({escape(told)})"
+    for tier, num in by_label(counters, "tier_evicted_records", "tier").items():
+        if num:
+            yield f"left {escape(tier)} since its start, one by one: {num:,.0f} records"
+    if num := counters.get("catalog_reconciled", 0):
+        yield f"let go by Redis itself since its start: {num:,.0f} records"
+
+
+def _quota_text(quota: Mapping[str, Any]) -> str:
+    used, maximum, least = quota.get("used_bytes"), quota.get("maximum_bytes"), quota.get("guaranteed_bytes")
+    text = bytes_text(used) if used is not None else "not known how much"
+    if maximum:
+        text += f", {part_of(used, maximum)} of at most" if used is not None else ", at most"
+        text += f" {bytes_text(maximum)}"
+    return text + (f", {bytes_text(least)} guaranteed," if least else "")
 
 
 def _waiting(values: Mapping[str, Any]) -> Iterator[str]:

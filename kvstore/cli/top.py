@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text
+from kvstore.cli.shown import bytes_text, echo_json, held_text, namespace_name
+from kvstore.cli.status_findings import part_of
 from kvstore.cli.tables import console_of, table_of
 from kvstore.errors import Unavailable
 
@@ -23,7 +24,14 @@ __all__ = ["top"]
 _NAMESPACES_SHOWN, _REQUESTS_SHOWN = 8, 8
 _NAMESPACES_MAX = 1000
 _SAMPLE = re.compile(r"^(kvstore_[a-z0-9_]+)(?:\{[^}]*\})? (\S+)$")
-_COUNTED = ("lookups", "lookup_hits", "served_records", "served_bytes", "saves", "write_back_bytes", "corrupt_records")
+_COUNTED = (
+    *("lookups", "lookup_hits", "served_records", "served_bytes", "saves", "write_back_bytes", "corrupt_records"),
+    *("retention_boundaries", "retention_bytes"),
+)
+_CAUSE = re.compile(r'^kvstore_retention_boundaries_total\{.*?reason="([a-z_]+)".*\} (\S+)$')
+
+
+_LEFT = "left "
 
 
 def top(
@@ -79,8 +87,9 @@ def _look(client: AdminClient) -> dict[str, Any]:
         listed = client.get("namespaces", limit=_NAMESPACES_MAX)
         namespaces = sorted(listed["namespaces"], key=lambda one: -_size(one))
         seen |= {"namespaces": namespaces[:_NAMESPACES_SHOWN], "total": listed["total"]}
+        seen["quotas"] = client.get("quotas")["quotas"]
     except Unavailable as error:  # a service without a catalog, or whose Redis is away
-        seen |= {"namespaces": [], "total": {}, "catalog": str(error)}
+        seen |= {"namespaces": [], "total": {}, "quotas": [], "catalog": str(error)}
     seen["requests"] = client.get("requests")["requests"][:_REQUESTS_SHOWN]
     seen["jobs"] = [job for job in client.get("jobs")["jobs"] if job["state"] == "running"]
     return seen
@@ -100,6 +109,9 @@ def _counters(client: AdminClient) -> dict[str, float] | None:
     wanted |= {"kvstore_sessions": "sessions"}
     found = dict.fromkeys(wanted.values(), 0.0)
     for line in text.splitlines():
+        if (cause := _CAUSE.match(line)) is not None:
+            name = f"{_LEFT}{cause[1]}"
+            found[name] = found.get(name, 0.0) + float(cause[2])
         if (match := _SAMPLE.match(line)) is not None and match[1] in wanted:
             found[wanted[match[1]]] += float(match[2])
     return found
@@ -107,6 +119,8 @@ def _counters(client: AdminClient) -> dict[str, float] | None:
 
 def _shown(url: str, seen: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> Group:
     parts: list[Any] = [_headline(url, seen, before, seconds), _tiers(seen["tiers"])]
+    if seen["quotas"]:
+        parts.append(_quotas(seen["quotas"]))
     if seen["namespaces"]:
         parts.append(_namespaces(seen))
     elif "catalog" in seen:
@@ -130,18 +144,24 @@ def _headline(url: str, seen: Mapping[str, Any], before: Mapping[str, Any] | Non
     ]
     then = before["counters"] if before is not None else None
     if then is not None and seconds > 0 and now["uptime_s"] >= then["uptime_s"]:
-        lines.append(_rates("now", {name: now[name] - then[name] for name in now}, seconds))
+        lines.append(_rates("now", {name: now[name] - then.get(name, 0) for name in now}, seconds))
     return "\n".join(lines)
 
 
 def _rates(title: str, counts: Mapping[str, float], seconds: float | None) -> str:
     share = f"{counts['lookup_hits'] / counts['lookups']:.0%}" if counts["lookups"] else "-"
     per, unit = (seconds, "/s") if seconds else (1.0, "")
-    numbers = (
+    numbers: tuple[str, ...] = (
         f"{counts['lookups'] / per:,.0f}{unit} lookups, {share} hits",
         f"{counts['served_records'] / per:,.0f}{unit} records served, {bytes_text(counts['served_bytes'] / per)}{unit}",
         f"{counts['saves'] / per:,.0f}{unit} saved, {bytes_text(counts['write_back_bytes'] / per)}{unit} written back",
     )
+    left = counts["retention_boundaries"]
+    if left:
+        causes = {name.removeprefix(_LEFT): num for name, num in counts.items() if name.startswith(_LEFT) and num}
+        told = ", ".join(f"{cause} {num:,.0f}" for cause, num in sorted(causes.items(), key=lambda one: -one[1]))
+        freed = bytes_text(counts["retention_bytes"] / per)
+        numbers += (f"{left / per:,.1f}{unit} boundaries evicted, {freed}{unit} ({told})",)
     corrupt = f", [bold red]{counts['corrupt_records']:,.0f} corrupt[/]" if counts["corrupt_records"] else ""
     return f"{title}: {'; '.join(numbers)}{corrupt}"
 
@@ -152,7 +172,7 @@ def _span(seconds: float) -> str:
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
-    table = table_of("tiers", "tier", "state", "records", "used", "of", "waiting", "of the store")
+    table = table_of("tiers", "tier", "state", "records", "used", "of", "full", "waiting", "of the store")
     for one in tiers:
         usage = one["usage"] or {}
         state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{one['breaker']}: does not answer[/]"
@@ -164,19 +184,40 @@ def _tiers(tiers: list[dict[str, Any]]) -> Table:
             state,
             f"{records:,}" if records is not None else "-",
             bytes_text(usage.get("used_bytes")),
-            bytes_text(usage.get("limit_bytes")),
+            _limit_text(usage),
+            _full_text(usage),
             f"{waiting:,}" if waiting is not None else "-",
             bytes_text(one["own"]["num_bytes"]) if one["own"] else "-",
         )
     return table
 
 
+def _limit_text(usage: Mapping[str, Any]) -> str:
+    name = usage.get("limit_name")
+    return f"{bytes_text(usage.get('limit_bytes'))}{f' ({name})' if name else ''}"
+
+
+def _full_text(usage: Mapping[str, Any]) -> str:
+    used, limit = usage.get("used_bytes"), usage.get("limit_bytes")
+    return part_of(used, limit) if used is not None and limit else "-"
+
+
+def _quotas(quotas: list[dict[str, Any]]) -> Table:
+    table = table_of("quotas of the cold tier", "tenant", "used", "at most", "full", "guaranteed")
+    for one in quotas:
+        used, most = one["used_bytes"], one["maximum_bytes"]
+        full = part_of(used, most) if used is not None and most else "-"
+        sizes = (bytes_text(used), bytes_text(most), full, bytes_text(one["guaranteed_bytes"]))
+        table.add_row(escape(one["tenant"]), *sizes)
+    return table
+
+
 def _namespaces(seen: Mapping[str, Any]) -> Table:
-    table = table_of("largest namespaces", "namespace", "tenant", "boundaries", "held")
+    table = table_of("largest namespaces", "model and types", "namespace", "tenant", "boundaries", "held")
     for one in seen["namespaces"]:
-        row = (one["namespace"], escape(one["tenant"]) or "-", f"{one['num_boundaries']:,}", held_text(one["held"]))
-        table.add_row(*row)
-    table.add_row("all", "", "", held_text(seen["total"]))
+        names = (namespace_name(one), one["namespace"], escape(one["tenant"]) or "-")
+        table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
+    table.add_row("all", "", "", "", held_text(seen["total"]))
     return table
 
 

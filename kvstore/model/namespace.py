@@ -13,9 +13,10 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.kinds import parse_kind
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = ["NamespaceDescription", "NamespaceNotOpen", "describe_layout", "field_differences", "flat_fields"]
+__all__ = ["NamespaceDescription", "NamespaceNotOpen", "describe_layout", "field_differences", "flat_fields", "name_of"]
 
 _MAX_BYTES = 1 << 20
+_NAME_MAX = 120
 
 
 class NamespaceNotOpen(InvalidRequest):
@@ -90,6 +91,13 @@ class NamespaceDescription:
         digest = hashlib.sha256(b"kvstore namespace v1\0" + len(tenant).to_bytes(4, "little") + tenant + self.canonical)
         return NamespaceId(digest.digest()[:NAMESPACE_BYTES])
 
+    @property
+    def name(self) -> str:
+        """What people call it: the model and its types, like `LlamaForCausalLM bfloat16, cache fp8`. Two namespaces may
+        have one name: their ids tell them apart.
+        """
+        return name_of(self.fields)
+
     def layout(self) -> Layout:
         """The groups and slices that the store checks coverage against.
 
@@ -109,6 +117,13 @@ class NamespaceDescription:
             return Layout(_whole(page_tokens), parsed)
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRequest("layout must be an object with page_tokens and groups", field="layout") from error
+
+
+def name_of(fields: Mapping[str, Any]) -> str:
+    """As `NamespaceDescription.name`, of the fields of a description."""
+    model, dtype, cache = (str(fields.get(name, "")) for name in ("architecture", "compute_dtype", "cache_dtype"))
+    name = f"{model} {dtype}".strip() or "a model without a name"
+    return f"{name}, cache {cache}"[:_NAME_MAX] if cache not in ("", "auto", dtype) else name[:_NAME_MAX]
 
 
 _KIND_FIELDS = ("kind", "window_tokens", "extra_tokens", "chunk_tokens")

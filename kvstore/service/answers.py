@@ -112,6 +112,8 @@ class Answers:
                 values = dict(await self.store.status(deadline=deadline))
                 if sees_all:
                     values |= self._settings
+                elif isinstance(quotas := values.get("quotas"), Mapping):
+                    values["quotas"] = {name: quota for name, quota in quotas.items() if name == tenant}
                 return messages.StatusReply(request.id, {**values, "service": dict(self._describe())})
             case _:
                 raise InternalError("a request without an answer", type=request.type)

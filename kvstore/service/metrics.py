@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from kvstore.store.operations import TierState
 
@@ -66,6 +67,7 @@ COUNTERS = {
     "staged_records": "records read from slower tiers",
     "stages": "hits that were asked for",
     "stages_cut": "hits that were cut for lack of time",
+    "tier_evicted_records": "records that a tier evicted by itself, one by one",
     "tier_errors": "calls of a tier that failed",
     "tier_full": "records for which a tier had no room",
     "tier_heads": "records that a tier was asked about",
@@ -100,6 +102,9 @@ OWN_GAUGES = {
     "requests_running": "requests of engines that are being answered",
     "receive_bytes_used": "bytes of saves being received",
     "receive_bytes_limit": "the most of them",
+    "tenant_guaranteed_bytes": "bytes of the cold tier that are guaranteed to a tenant",
+    "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own are evicted first",
+    "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota takes",
     "tier_healthy": "1 when the tier answers",
     "tier_used_bytes": "bytes that a tier holds, where it is known",
     "tier_limit_bytes": "bytes that a tier may hold, where there is a bound",
@@ -114,16 +119,53 @@ _METER = re.compile(r'([a-z][a-z0-9_]*)(\{[a-z_]+="[^"\\\n]*"(?:,[a-z_]+="[^"\\\
 Samples = defaultdict[str, list[tuple[str, float]]]
 
 
-def render(meters: Mapping[str, float], tiers: Iterable[TierState], service: Mapping[str, object]) -> str:
-    """All metrics as text.
+ALWAYS = (
+    *("catalog_changes_lost", "catalog_reconciled", "discarded_records", "lookup_hits", "lookups", "served_bytes"),
+    *("leases_expired", "stages"),
+)
+"""Counters that are 0 before their first count."""
+ALWAYS_OF_S3 = ("s3_received_bytes", "s3_requests", "s3_retries", "s3_sent_bytes", "s3_throttled")
+ALWAYS_OF_TIERS = (
+    *("corrupt_records", "retention_boundaries", "retention_bytes", "retention_failures", "served_records"),
+    *(
+        "tier_errors",
+        "tier_put_bytes",
+        "tier_read_bytes",
+        "tier_evicted_records",
+        "tier_refused",
+        "write_back_dropped",
+        "write_back_failures",
+    ),
+)
+"""Likewise, with a series for each tier."""
+ALWAYS_BY_LABEL = (
+    *(f'saves{{outcome="{outcome}"}}' for outcome in ("stored", "exists", "busy", "full")),
+    *(f'stage_refused{{reason="{reason}"}}' for reason in ("memory_full", "stage_bytes", "leases")),
+    *(f'requests{{reason="",result="{result}"}}' for result in ("hit", "part", "miss", "local")),
+)
+"""Likewise, as the meters spell them."""
+
+Quotas = Mapping[str, Mapping[str, int | None]]
+
+
+def render(
+    meters: Mapping[str, float],
+    tiers: Iterable[TierState],
+    service: Mapping[str, object],
+    quotas: Quotas = MappingProxyType({}),
+) -> str:
+    """All metrics as text. Alerts and charts need a series to be there before its first count, so those of `ALWAYS...`
+    begin with 0.
 
     Args:
         meters: A snapshot of the store's meters.
         tiers: The state of each tier; empty when it is not known now.
         service: The data port's description of itself, as `Server.describe` returns it.
+        quotas: As `StoreOperations.quotas` returns them.
     """
     samples: Samples = defaultdict(list)
-    for key, value in sorted(meters.items()):
+    tiers = list(tiers)
+    for key, value in sorted({**_zeros(tiers, meters), **meters}.items()):
         if (match := _METER.fullmatch(key)) is not None:
             samples[match[1]].append((match[2] or "", value))
     lines: list[str] = []
@@ -134,9 +176,31 @@ def render(meters: Mapping[str, float], tiers: Iterable[TierState], service: Map
             lines += _family(f"kvstore_{name}", "gauge", GAUGES[name], listed)
         else:
             lines += _family(f"kvstore_{name}", "untyped", "not described yet", listed)
-    for name, listed in _own(tiers, service).items():
+    for name, listed in {**_own(tiers, service), **_of_tenants(quotas)}.items():
         lines += _family(f"kvstore_{name}", "gauge", OWN_GAUGES[name], listed)
     return "\n".join(lines) + "\n"
+
+
+def _zeros(tiers: Iterable[TierState], meters: Mapping[str, float]) -> dict[str, float]:
+    """Series that have not counted yet; a labelled one stands beside those that tell it apart further."""
+    names = [tier.name for tier in tiers]
+    counted = {key.partition("{")[0] for key in meters}
+    zeros = [name for name in (*ALWAYS, *(ALWAYS_OF_S3 if "s3" in names else ())) if name not in counted]
+    zeros += [f'{name}{{tier="{tier}"}}' for name in ALWAYS_OF_TIERS for tier in names]
+    zeros += ALWAYS_BY_LABEL
+    slower = [tier.name for tier in tiers if tier.level is not None]
+    zeros += [f'{name}{{tier="{tier}"}}' for name in ("tier_calls", "tier_open") for tier in slower]
+    return dict.fromkeys(zeros, 0.0)
+
+
+def _of_tenants(quotas: Quotas) -> Samples:
+    samples: Samples = defaultdict(list)
+    for tenant, quota in quotas.items():
+        label = '{tenant="' + tenant.replace("\\", "\\\\").replace('"', '\\"') + '"}'
+        for name, value in quota.items():
+            if value is not None:
+                samples[f"tenant_{name}"].append((label, value))
+    return samples
 
 
 def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:

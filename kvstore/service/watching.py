@@ -29,7 +29,7 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 _KEPT = frozenset(
     {
         *("lookups", "lookup_hits", "requests", "request_tokens", "served_records", "served_bytes"),
-        *("saves", "retention_bytes", "write_back_bytes", "staged_bytes"),
+        *("saves", "retention_bytes", "write_back_bytes", "staged_bytes", "retention_boundaries"),
     }
 )
 """Meters that the history keeps."""
@@ -123,6 +123,13 @@ class Watcher:
             self._events.tell(
                 EventKind.EVICTED, text, detail={"tier": tier, "num_bytes": sum(freed.values()), **reasons}
             )
+        for labels, amount in grown.get("tier_evicted_records", []):
+            tier = labels.get("tier", "")
+            text = f"{int(amount)} records left {tier} one by one: it was full before retention made room"
+            self._events.tell(EventKind.EVICTED, text, detail={"tier": tier, "num_records": int(amount)})
+        for _, amount in grown.get("catalog_reconciled", []):
+            text = f"{int(amount)} records left Redis by themselves: evicted, flushed, or lost in a restart"
+            self._events.tell(EventKind.EVICTED, text, detail={"tier": "redis", "num_records": int(amount)})
         for labels, amount in grown.get("saves", []):
             if (said := _TURNED_AWAY.get(labels.get("outcome", ""))) is not None:
                 self._events.tell(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})

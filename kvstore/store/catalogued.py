@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from kvstore.catalog.base import LeaveReason
 from kvstore.catalog.entry import Level
@@ -140,7 +141,7 @@ class CataloguedTier(Tier):
             self.on_quarantine(key, reason)
 
     def _dropped(self, keys: Sequence[RecordKey]) -> None:
-        self._recorder.dropped(keys, self._level)
+        self._recorder.dropped(keys, self._level, self.name)
 
     def cost_bytes(self, num_bytes: int) -> int:
         return self.inner.cost_bytes(num_bytes)
@@ -162,7 +163,17 @@ class CataloguedTier(Tier):
         return await self.inner.get_manifest(namespace, deadline=deadline)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        return await self.inner.usage(deadline=deadline)
+        """As `Tier.usage`, against the budget of the level where that is the smaller bound."""
+        return self.bounded(await self.inner.usage(deadline=deadline))
+
+    def bounded(self, usage: TierUsage) -> TierUsage:
+        """A usage of `inner`, against the budget of the level where that is the smaller bound. What a tier does not
+        count itself is told by the catalog, as of the last look."""
+        room = self._room
+        if room is None or (usage.limit_bytes is not None and usage.limit_bytes <= room.budget_bytes):
+            return usage
+        used_bytes = usage.used_bytes if usage.used_bytes is not None else room.held_bytes
+        return replace(usage, used_bytes=used_bytes, limit_bytes=room.budget_bytes, limit_name="cold_bytes")
 
     async def aclose(self) -> None:
         await self.inner.aclose()

@@ -28,6 +28,7 @@ _KEPT = 2048
 """Latest outcomes of each tenant; tenants do not push out each other's."""
 
 _LISTED = 100
+_NAMES_KEPT = 1024
 
 _TOLD_WITHIN_S = 5
 
@@ -105,9 +106,17 @@ class Explainer:
         self._waiting: deque[ToldOutcome] = deque()
         self._looking: asyncio.Task[None] | None = None
         self._numbers = count()
+        self._names: OrderedDict[NamespaceId, str] = OrderedDict()
         self._losses = Losses()
         self.recent = Recent(clock)
         self.key_reason: Callable[[str], str] = lambda tenant: ""
+
+    def know(self, namespace: NamespaceId, name: str) -> None:
+        """Note what people call a namespace."""
+        self._names.pop(namespace, None)
+        self._names[namespace] = name
+        while len(self._names) > _NAMES_KEPT:
+            self._names.popitem(last=False)
 
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place. A loss is kept beside the outcomes."""
@@ -210,6 +219,7 @@ class Explainer:
         return {
             **_summary(told, tenant),
             "namespace": outcome.namespace.hex() if outcome.namespace is not None else "",
+            "namespace_name": self._names.get(outcome.namespace, "") if outcome.namespace is not None else "",
             "cap_tokens": outcome.cap_tokens,
             "local_tokens": outcome.local_tokens,
             "stopped_at_tokens": outcome.stop.tokens if outcome.stop is not None else None,

@@ -94,6 +94,11 @@ class StoreOperations:
             for level, tier in ((Level.HOT, hot), (Level.COLD, cold))
             if tier is not None
         }
+        self._bounded = {
+            level: tier.bounded
+            for level, tier in ((Level.HOT, hot), (Level.COLD, cold))
+            if isinstance(tier, CataloguedTier)
+        }
         self._manifests = manifests
         self._explainer = explainer
         self._saver = saver
@@ -161,7 +166,10 @@ class StoreOperations:
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
         """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
-        states = await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels))
+        states = list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
+        for index, state in enumerate(states):
+            if state.level in self._bounded and state.usage is not None:
+                states[index] = replace(state, usage=self._bounded[state.level](state.usage))
         waiting = self._saver.waiting()
         return [
             replace(
@@ -220,6 +228,22 @@ class StoreOperations:
         """
         _check_piece(len(keys))
         return await self._tier(level).head(keys, deadline=deadline)
+
+    def quotas(self) -> dict[str, dict[str, int | None]]:
+        """By tenant with a quota: `guaranteed_bytes`, `maximum_bytes`, and `used_bytes`, what it takes of the cold tier
+        as of retention's last look; `None`: not known. Safe from any thread.
+        """
+        if self.orders is None:
+            return {}
+        used = self.orders.used_bytes()
+        return {
+            tenant: {
+                "guaranteed_bytes": quota.guaranteed_bytes,
+                "maximum_bytes": quota.maximum_bytes,
+                "used_bytes": None if used is None else used.get(tenant, 0),
+            }
+            for tenant, quota in sorted(self.orders.quotas.items())
+        }
 
     async def pause(self, level: Level, *, is_paused: bool) -> None:
         """Pause the write-back to a tier, or resume it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -124,8 +124,9 @@ class Recorder:
         """Tell that a level no longer holds a record. Returns when `added` would."""
         await self._tell(Removal(key, level, num_bytes, reason), deadline)
 
-    def dropped(self, keys: Iterable[RecordKey], level: Level) -> None:
+    def dropped(self, keys: Sequence[RecordKey], level: Level, tier: str) -> None:
         """Tell that a tier evicted records by itself. Never waits."""
+        self._meters.add("tier_evicted_records", len(keys), tier=tier)
         for key in keys:
             change = Removal(key, level, None, LeaveReason.EVICTED)
             self._queue(_Told(change, asyncio.get_running_loop().create_future()))

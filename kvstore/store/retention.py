@@ -91,6 +91,7 @@ class Retention:
         self._is_over = False
         self._has_grown = False
         self._stored_bytes = 0
+        self._tenant_bytes: Mapping[str, int] | None = None
         self._known: set[NamespaceId] = set()
         self._swept_s = float("-inf")
         self._num_refused = num_refused
@@ -103,6 +104,10 @@ class Retention:
     def start(self) -> None:
         """Work in the background from now on, until `aclose`."""
         self._background.spawn(self._run(), "rounds")
+
+    def tenant_bytes(self) -> Mapping[str, int] | None:
+        """What each tenant held at the last look; `None`: there was none. Safe from any thread."""
+        return self._tenant_bytes
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
         """Apply these quotas from the next round on."""
@@ -125,6 +130,15 @@ class Retention:
                 await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
             else:
                 await self._room.wanted(self._look_s(self._clock.monotonic_s() - started_s))
+
+    def _note_held(self, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> None:
+        """Keep what a look has found."""
+        by_tenant: dict[str, int] = {}
+        for namespace, num_bytes in held.items():
+            by_tenant[tenants[namespace]] = by_tenant.get(tenants[namespace], 0) + num_bytes
+        stored = sum(held.values())
+        self._tenant_bytes = by_tenant
+        self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
 
     def _look_s(self, took_s: float) -> float:
         """Seconds to the next look. Others' writes show in the totals only, so look often while these grow."""
@@ -150,7 +164,7 @@ class Retention:
         held = {namespace: total.levels[self._level].num_bytes for namespace, total in totals.items()}
         stored = sum(held.values())
         used = await self._used_bytes(stored)
-        self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
+        self._note_held(held, tenants)
         if self._room is not None:
             self._room.settle(used + self._room.ended_bytes - ended_bytes)
             used += self._room.asked_bytes

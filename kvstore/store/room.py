@@ -72,6 +72,11 @@ class Room:
         return self._used_bytes + self._in_flight_bytes + self._presumed_bytes
 
     @property
+    def held_bytes(self) -> int | None:
+        """Bytes held at the last look and since; `None`: the totals cannot be read."""
+        return None if self._is_suspended else self._used_bytes
+
+    @property
     def start_bytes(self) -> int:
         """Above this eviction is asked for."""
         return self._start_bytes_max - int(self._earlier_bytes)

@@ -65,6 +65,7 @@ class StandingOrders:
         quotas: The tenants' quotas, from settings and orders together. Replaced, never changed.
         ordered: Those of them that come from orders.
         retired: The retired weights. Replaced, never changed.
+        used_bytes: Returns what each tenant takes of what quotas are about; `None`: not known.
     """
 
     def __init__(self, book: Book, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
@@ -81,6 +82,7 @@ class StandingOrders:
         self._background = Background("standing orders")
         self._hold: Callable[[Mapping[str, Quota]], None] | None = None
         self._guaranteed_max: int | None = None
+        self.used_bytes: Callable[[], Mapping[str, int] | None] = lambda: None
 
     async def start(self) -> None:
         """Read the orders, now and then regularly until `aclose`. If the book does not answer yet, only warn."""
@@ -93,14 +95,20 @@ class StandingOrders:
         if self._book.is_shared:
             self._background.spawn(self._run(), "looking")
 
-    def held_by(self, hold: Callable[[Mapping[str, Quota]], None], guaranteed_bytes_max: int | None) -> None:
+    def held_by(
+        self,
+        hold: Callable[[Mapping[str, Quota]], None],
+        guaranteed_bytes_max: int | None,
+        used_bytes: Callable[[], Mapping[str, int] | None] = lambda: None,
+    ) -> None:
         """Set who applies quotas here.
 
         Args:
             hold: Called with all quotas, now and after each change.
             guaranteed_bytes_max: What may be guaranteed to all tenants together; `None`: there is no bound.
+            used_bytes: Returns what each tenant takes, as of the last look; `None`: not known. Safe from any thread.
         """
-        self._hold, self._guaranteed_max = hold, guaranteed_bytes_max
+        self._hold, self._guaranteed_max, self.used_bytes = hold, guaranteed_bytes_max, used_bytes
         hold(self.quotas)
 
     async def _run(self) -> None:

@@ -204,6 +204,7 @@ class TieredStore(PageStore):
         namespace, layout = description.id, description.layout()
         for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
             self._manifests.close(closed)
+        self._explainer.know(namespace, description.name)
         if self._orders is not None:
             self._orders.know(description)
         if self._recorder is not None:
@@ -396,6 +397,7 @@ class TieredStore(PageStore):
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
             "recent": self._explainer.recent.told(),
+            "quotas": self.operations.quotas(),
         }
 
     async def _tier_status(self, tier: Tier, deadline: Deadline) -> dict[str, object]:

@@ -45,6 +45,8 @@ class TierUsage:
         used_bytes: Bytes of records, or `None` likewise.
         limit_bytes: The budget, or `None` for no bound of ours.
         num_quarantined: Corrupt records put aside since the tier was opened.
+        limit_name: The setting behind `limit_bytes`: `memory_bytes`, `disk_bytes`, `cold_bytes`, or Redis' `maxmemory`;
+            empty: there is no bound.
         refuses_writes: Why it takes no writes at present, in fixed words; empty: it does, or nobody knows.
     """
 
@@ -52,6 +54,7 @@ class TierUsage:
     used_bytes: int | None
     limit_bytes: int | None
     num_quarantined: int = 0
+    limit_name: str = ""
     refuses_writes: str = ""
 
 

@@ -278,7 +278,7 @@ class MemoryTier(Tier):
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         self._check(deadline)
-        return TierUsage(len(self._slots), self.used_bytes, self.limit_bytes, self.num_quarantined)
+        return TierUsage(len(self._slots), self.used_bytes, self.limit_bytes, self.num_quarantined, "memory_bytes")
 
     async def aclose(self) -> None:
         self._closed = True

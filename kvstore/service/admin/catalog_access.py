@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -175,6 +175,20 @@ class CatalogAccess:
         # the tenant in the description is a part of what the id is a digest of: nobody can claim another's
         if not grant.sees(found.description.tenant):
             raise _unknown(namespace)
+        return found
+
+    async def names(self, namespaces: Sequence[NamespaceId], *, deadline: Deadline) -> dict[NamespaceId, str]:
+        """What people call namespaces: model and types. Those whose description cannot be read in time are left out."""
+        found: dict[NamespaceId, str] = {}
+        for namespace in namespaces:
+            known = self._known.get(namespace)
+            if known is None and not deadline.expired:
+                try:
+                    known = await self._learn(namespace, deadline)
+                except (Unavailable, InvalidRequest):
+                    continue
+            if known is not None:
+                found[namespace] = known.description.name
         return found
 
     async def _learn(self, namespace: NamespaceId, deadline: Deadline) -> Namespace:

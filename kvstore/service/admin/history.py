@@ -24,6 +24,7 @@ router = APIRouter(tags=["history"])
 _STEPS = 60
 _HOURS_MAX = 6
 _REQUESTS = re.compile(r'requests\{reason="([a-z_]*)",result="([a-z]+)"\}')
+_EVICTED = re.compile(r'retention_boundaries\{reason="([a-z_]+)",tier="[a-z0-9_]+"\}')
 _TIER = re.compile(r'served_records\{tier="([a-z0-9_]+)"\}')
 
 
@@ -73,6 +74,7 @@ class HistoryFound(BaseModel):
                 "words": {"nothing_stored": {"why": "nothing usable was found", "advice": ""}},
                 "lookups": {"all": [8, 10], "hits": [6, 9]},
                 "served_records": {"memory": [96, 180], "redis": [24, 12]},
+                "evictions": {"evicted": [0, 12], "quota": [3, 0]},
                 "tier_bytes": {"memory": [1073741824, 1073741824], "redis": [None, 8589934592]},
                 "away": {"redis": [1, 0]},
             }
@@ -91,6 +93,7 @@ class HistoryFound(BaseModel):
     words: dict[str, Word] = Field(description="what these words mean")
     lookups: LookupCounts | None
     served_records: dict[str, list[float]] = Field(description="by the tier that they were read from")
+    evictions: dict[str, list[float]] = Field(description="by cause, boundaries that left the cold tier")
     tier_bytes: dict[str, list[int | None]] = Field(
         description="by tier, as it tells, a Redis with what others keep there; S3 by the catalog; null: not known"
     )
@@ -124,6 +127,7 @@ async def show_history(
         words={reason: Word(**_word(reason)) for reason in reasons},
         lookups=LookupCounts(all=window.of("lookups"), hits=window.of("lookup_hits")) if is_all else None,
         served_records={match[1]: counts for name, counts in window.counts.items() if (match := _TIER.fullmatch(name))},
+        evictions=_evictions(window),
         tier_bytes=window.tier_bytes,
         away=window.away,
     )
@@ -166,6 +170,14 @@ def _reasons(window: Window) -> dict[str, list[float]]:
         if (match := _REQUESTS.fullmatch(name)) is not None and match[1]:
             by_reason.setdefault(match[1], []).append(name)
     return {reason: window.sum_of(*names) for reason, names in sorted(by_reason.items())}
+
+
+def _evictions(window: Window) -> dict[str, list[float]]:
+    by_cause: dict[str, list[str]] = {}
+    for name in window.counts:
+        if (match := _EVICTED.fullmatch(name)) is not None:
+            by_cause.setdefault(match[1], []).append(name)
+    return {cause: window.sum_of(*names) for cause, names in sorted(by_cause.items())}
 
 
 def _word(reason: str) -> Mapping[str, str]:

@@ -41,4 +41,5 @@ async def metrics(context: Context, grant: Operator) -> _Text:
         states = await context.bridge.call(
             lambda: context.operations.tiers(deadline=deadline.earlier(_ANSWER_S / 2)), deadline=deadline
         )
-    return _Text(render(context.operations.meters.snapshot(), states, context.describe()))
+    operations = context.operations
+    return _Text(render(operations.meters.snapshot(), states, context.describe(), operations.quotas()))

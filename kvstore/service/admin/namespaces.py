@@ -21,11 +21,17 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["namespaces"])
 
+_NAMES_S = 2.0
+
 
 class NamespaceSummary(BaseModel):
     """Everything that must be equal for pages to be interchangeable: model, types, layout, weights, tenant."""
 
     namespace: str = Field(description="digest of its description and tenant", examples=[NAMESPACE_EXAMPLE])
+    name: str = Field(
+        description="its model and types; several may have one name; empty: its description cannot be read now",
+        examples=["LlamaForCausalLM bfloat16"],
+    )
     tenant: str = Field(description="whose it is; empty: of engines without a credential", examples=["team-a"])
     num_boundaries: int = Field(description="boundaries with records at any tier", examples=[512])
     held: dict[str, Amount] = Field(description="what is held, by tier, of all services")
@@ -56,13 +62,17 @@ async def list_namespaces(
     limit: Limit = 100,
     cursor: Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="`next_cursor` of the answer before")] = "",
 ) -> NamespaceList:
-    """Namespaces with what they hold, by their ids. A tenant sees its own."""
+    """Namespaces that hold something, by their ids. A tenant sees its own."""
     totals = await context.catalog.totals(deadline=context.soon())
-    seen = {namespace: held for namespace, held in totals.items() if grant.sees(held.tenant)}
+    seen = {namespace: held for namespace, held in totals.items() if grant.sees(held.tenant) and held.num_boundaries}
     behind = sorted(namespace for namespace in seen if namespace.hex() > cursor)
     page = behind[:limit]
+    names = await context.catalog.names(page, deadline=context.soon(_NAMES_S))
     return NamespaceList(
-        namespaces=[NamespaceSummary(**_summary(context, namespace, seen[namespace])) for namespace in page],
+        namespaces=[
+            NamespaceSummary(**_summary(context, namespace, seen[namespace], names.get(namespace, "")))
+            for namespace in page
+        ],
         next_cursor=page[-1].hex() if len(behind) > len(page) else None,
         total=amounts_of(sum_of(seen.values()), context.operations.tier_names),
     )
@@ -75,14 +85,15 @@ async def show_namespace(context: Context, grant: Reader, namespace: NamespaceTe
     await context.catalog.check(wanted, grant, deadline=context.soon())
     totals = await context.catalog.totals(deadline=context.soon())
     description: dict[str, Any] | None = None
-    is_retired = False
+    is_retired, name = False, ""
     try:
         found = await context.catalog.find(wanted, grant, deadline=context.soon())
         description, is_retired = found.description.fields, context.is_retired(found)
+        name = found.description.name
     except Unavailable:
         pass  # what it holds is told all the same
     held = totals.get(wanted, NamespaceTotals())
-    return NamespaceDetail(**_summary(context, wanted, held), is_retired=is_retired, description=description)
+    return NamespaceDetail(**_summary(context, wanted, held, name), is_retired=is_retired, description=description)
 
 
 @router.delete("/namespaces/{namespace}", responses=refusals(401, 403, 404, 422, 429, 503))
@@ -98,9 +109,10 @@ async def remove_namespace(
     return deleted
 
 
-def _summary(context: AdminContext, namespace: NamespaceId, held: NamespaceTotals) -> dict[str, Any]:
+def _summary(context: AdminContext, namespace: NamespaceId, held: NamespaceTotals, name: str) -> dict[str, Any]:
     return {
         "namespace": namespace.hex(),
+        "name": name,
         "tenant": held.tenant,
         "num_boundaries": held.num_boundaries,
         "held": amounts_of(held, context.operations.tier_names),

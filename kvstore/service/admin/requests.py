@@ -55,6 +55,7 @@ class Explanation(RequestSummary):
             "example": {
                 **_SUMMARY,
                 "namespace": "0123456789abcdef0123456789abcdef",
+                "namespace_name": "LlamaForCausalLM bfloat16",
                 "cap_tokens": 8192,
                 "local_tokens": 0,
                 "stopped_at_tokens": 4352,
@@ -67,6 +68,7 @@ class Explanation(RequestSummary):
     )
 
     namespace: str = Field(description="where it was looked up; empty: it was not")
+    namespace_name: str = Field(default="", description="its model and types; empty: not known here")
     cap_tokens: int = Field(description="the furthest point that it could have been resumed from")
     local_tokens: int = Field(description="what the engine held itself")
     stopped_at_tokens: int | None = Field(description="the next boundary that was needed and could not be used")

@@ -28,7 +28,10 @@ class Usage(BaseModel):
 
     num_records: int | None = Field(description="null: counting them would mean a scan")
     used_bytes: int | None = Field(description="null: likewise")
-    limit_bytes: int | None = Field(description="null: no bound of ours")
+    limit_bytes: int | None = Field(description="what it may hold, by the smallest bound; null: there is none")
+    limit_name: str = Field(
+        description="that bound: `memory_bytes`, `disk_bytes`, `cold_bytes`, or Redis' own `maxmemory`; empty: none"
+    )
     num_quarantined: int = Field(description="corrupt records put aside since the start")
     waiting_records: int = Field(description="records that this service has still to write there", examples=[3])
     waiting_bytes: int = Field(description="their bytes")
@@ -58,7 +61,8 @@ class TierStatus(BaseModel):
                 "usage": {
                     "num_records": 40960,
                     "used_bytes": 85899345920,
-                    "limit_bytes": None,
+                    "limit_bytes": 137438953472,
+                    "limit_name": "maxmemory",
                     "num_quarantined": 0,
                     "waiting_records": 3,
                     "waiting_bytes": 6291456,
@@ -131,6 +135,7 @@ def _status(state: TierState, grant: Grant, own: Amount | None, own_at_s: int | 
             num_records=usage.num_records,
             used_bytes=usage.used_bytes,
             limit_bytes=usage.limit_bytes,
+            limit_name=usage.limit_name,
             num_quarantined=usage.num_quarantined,
             waiting_records=state.waiting_records,
             waiting_bytes=state.waiting_bytes,

@@ -227,7 +227,8 @@ class FilesystemTier(Tier):
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         self._check(deadline)
         index = self._index
-        return TierUsage(len(index), index.used_bytes, index.limit_bytes, self._files.num_quarantined)
+        num_bad = self._files.num_quarantined
+        return TierUsage(len(index), index.used_bytes, index.limit_bytes, num_bad, "disk_bytes")
 
     async def aclose(self) -> None:
         """Wait up to five seconds for what is being written, then release the directory. Idempotent."""

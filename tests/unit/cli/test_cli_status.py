@@ -81,7 +81,7 @@ def test_a_healthy_service_says_so_first() -> None:
         "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from engines' own caches; 700 "
         "of 1,000 requests resumed",
         "tiers       memory: works, holds 1.0 GiB in 1,234 records, 50% of 2.0 GiB",
-        "            redis: works, holds 3.0 GiB, without a bound of ours",
+        "            redis: works, holds 3.0 GiB, without a bound",
         "            s3: works, what it holds is not counted here (kvstore top)",
         "write-back  12 records (24.0 MiB) wait here for s3",
         "            of all services 40 records (90.0 MiB, at most 8.0 GiB) are hot and not yet cold",

@@ -45,6 +45,7 @@ export function bytes(value) {
 export const count = (value) => (value === null || value === undefined ? "not known" : Math.round(value).toLocaleString("en"));
 export const share = (part, whole) => (whole ? `${(100 * part / whole).toFixed(part === whole || !part ? 0 : 1)} %` : "–");
 export const short = (hex) => `${hex.slice(0, 12)}…`;
+export const nameOf = ({ name, namespace }) => `${name || "(description lost)"} · ${namespace.slice(0, 8)}`;
 export const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 export function ago(seconds) {

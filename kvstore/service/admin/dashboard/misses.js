@@ -75,7 +75,7 @@ async function explain(request) {
       facts([["prompt", `${count(told.prompt_tokens)} tokens`], ["resumed up to", `${count(told.resume_tokens)} tokens`],
         ["could have been", `${count(told.cap_tokens)} tokens`], ["engine held", `${count(told.local_tokens)} tokens`],
         ["stopped at", told.stopped_at_tokens === null ? "–" : `${count(told.stopped_at_tokens)} tokens`],
-        ["told", clock(told.at)], ["namespace", told.namespace ? h("code", {}, told.namespace) : "–"], ...detail]));
+        ["told", clock(told.at)], ["namespace", told.namespace ? [told.namespace_name, told.namespace_name && " ", h("code", {}, told.namespace)] : "–"], ...detail]));
   } catch (error) {
     place.replaceChildren(placeholder("It cannot be explained", error.message));
   }

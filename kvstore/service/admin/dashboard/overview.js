@@ -11,7 +11,7 @@ export async function view({ ask, query, signal }) {
     ask("/v1/history", { query: { hours } }), ask("/v1/tiers"), ask("/v1/events", { query: { follow: "false", limit: 6 } }),
   ]);
   signal.throwIfAborted();
-  return [title(hours), tiles(history, tiers), h("div", { class: "pair" }, ratios(history), held(history)), recent(events)];
+  return [title(hours), tiles(history, tiers), h("div", { class: "pair" }, ratios(history), held(history)), evictions(history), recent(events)].filter(Boolean);
 }
 
 export function span(hours, view) {
@@ -30,16 +30,15 @@ function tile(number, label, extra) {
 function tiles(history, { tiers }) {
   const { tokens, requests, lookups } = history;
   const asked = sum(Object.values(requests).flat());
-  const kept = tiers.filter(({ level }) => level !== "memory").map(heldBy);
-  const isKnown = kept.every(({ held }) => held !== undefined);
-  const oldest = Math.min(...kept.map(({ at }) => at ?? Infinity));
+  const slower = tiers.filter(({ level }) => level !== "memory").map((tier) => ({ name: tier.name, ...heldBy(tier) })).filter(({ held }) => held !== undefined);
+  const kept = slower.reduce((most, one) => (one.held > (most?.held ?? -1) ? one : most), undefined); // tiers hold copies of each other: nothing is added up
   const sick = tiers.filter((tier) => !tier.healthy);
   return h("div", { class: "tiles" },
     tile(share(sum(tokens.resumed), sum(tokens.prompt)), "of prompt tokens restored from here"),
     tile(lookups ? share(sum(lookups.hits), sum(lookups.all)) : share(sum(requests.hit) + sum(requests.part), asked), lookups ? "of lookups found something" : "of requests were resumed"),
     tile(count(lookups ? sum(lookups.all) : asked), lookups ? "lookups" : "requests"),
-    tile(isKnown ? bytes(sum(kept.map(({ held }) => held))) : "not known", "kept in the slower tiers",
-      oldest < Infinity ? badge(`last known, ${ago(oldest)}`, "warn") : null),
+    tile(kept ? bytes(kept.held) : "not known", kept ? `kept in ${kept.name}` : "kept in the slower tiers",
+      kept?.at ? badge(`last known, ${ago(kept.at)}`, "warn") : null),
     tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers are away or take no writes" : `${tiers.length} tiers`,
       sick.length ? badge(sick.map((tier) => tier.name).join(", "), "bad") : null));
 }
@@ -56,6 +55,11 @@ function held({ at_s: at, tier_bytes: tiers, of }) {
   const series = Object.entries(tiers).map(([label, values]) => ({ label, values, hasGaps: true }));
   const empty = of === "tenant" ? "Over time it is told to operators only; see Tenants for what you hold now." : "The first look is ten seconds after the start.";
   return graph("Bytes by tier", { at, series, write: bytes, empty });
+}
+
+function evictions({ at_s: at, evictions: causes }) {
+  const series = Object.entries(causes).map(([label, values]) => ({ label, values, stack: "causes" }));
+  return series.length ? graph("Boundaries that left the cold tier, by cause", { at, series, kind: "bar", write: count, empty: "" }) : null;
 }
 
 function recent({ events }) {

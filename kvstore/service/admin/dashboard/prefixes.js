@@ -2,7 +2,7 @@
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { confirmDelete, pin, unpin } from "./changes.js";
-import { ago, badge, bytes, count, dialog, facts, h, placeholder, short, sum, table } from "./dom.js";
+import { ago, badge, bytes, count, dialog, facts, h, nameOf, placeholder, short, sum, table } from "./dom.js";
 
 const ORDERS = { hits: "most hits", bytes: "largest", idle: "longest unused", age: "oldest" };
 
@@ -18,7 +18,7 @@ export async function view({ ask, query, signal, refresh }) {
   const go = (changed) => { location.hash = `#prefixes?${new URLSearchParams({ namespace, order, ...changed })}`; };
   const head = h("div", { class: "title" }, h("h1", {}, "Prefixes"), h("div", { class: "controls" },
     h("label", {}, "Namespace", h("select", { "data-key": "namespace", onchange: (event) => go({ namespace: event.target.value }) },
-      namespaces.map((one) => h("option", { value: one.namespace, selected: one.namespace === namespace }, `${one.tenant || "no tenant"} · ${short(one.namespace)}`)))),
+      namespaces.map((one) => h("option", { value: one.namespace, selected: one.namespace === namespace }, `${nameOf(one)} · ${one.tenant || "no tenant"}`)))),
     h("label", {}, "Order", h("select", { "data-key": "order", onchange: (event) => go({ order: event.target.value }) },
       Object.entries(ORDERS).map(([name, text]) => h("option", { value: name, selected: name === order }, text))))));
   return [head, listed(page, namespace, refresh), pages(page, cursor, go)];

@@ -2,7 +2,7 @@
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { SPANS, confirmDelete } from "./changes.js";
-import { bytes, count, dialog, facts, h, placeholder, share, short, sum, table } from "./dom.js";
+import { bytes, count, dialog, facts, h, nameOf, placeholder, share, sum, table } from "./dom.js";
 import { changeQuota } from "./quotas.js";
 import { deleteUnused } from "./running.js";
 import { isOperator } from "./tiers.js";
@@ -36,8 +36,9 @@ function tenants({ namespaces: all, total }, quotas, change) {
     ["prefixes", (row) => count(sum(row.own.map((one) => one.num_boundaries))), true],
     ...tiers.map((tier) => [tier, (row) => bytes(row.held(tier)), true]),
     ["quota of the cold tier", (row) => [...quota(quotas.find((one) => one.tenant === row.tenant)), changing(row.tenant, change)]],
-    ["share", (row) => {
-      const [held, whole] = [sum(tiers.map(row.held)), sum(tiers.map((tier) => total[tier].num_bytes))];
+    [`share${tiers.length ? ` of ${tiers.at(-1)}` : ""}`, (row) => {
+      const last = tiers.at(-1); // tiers hold copies of each other: the slowest counts, nothing is added up
+      const [held, whole] = last ? [row.held(last), total[last].num_bytes] : [0, 0];
       return [h("progress", { max: whole || 1, value: held, "aria-label": `share of ${row.tenant || "no tenant"}` }), h("span", { class: "small quiet" }, share(held, whole))];
     }],
   ], rows));
@@ -59,22 +60,52 @@ function namespaces({ namespaces: all, next_cursor: next }, refresh) {
   return h("section", { class: "card" }, h("h2", {}, "Namespaces"),
     h("p", { class: "quiet small" }, "What differs in model, types, layout, weights or tenant is kept apart. Compare two to see why engines share nothing."),
     table("Namespaces", [
-      ["namespace", (one) => h("button", { type: "button", class: "plain mono", "data-key": one.namespace, onclick: () => open(one, refresh) }, short(one.namespace))],
+      ["namespace", (one) => h("button", { type: "button", class: "plain mono", "data-key": one.namespace, onclick: () => open(one, all, refresh) }, nameOf(one))],
       ["tenant", (one) => one.tenant || "no tenant"],
       ["prefixes", (one) => h("a", { href: `#prefixes?namespace=${one.namespace}` }, count(one.num_boundaries)), true],
       ["bytes", (one) => Object.entries(one.held).map(([tier, held]) => `${tier} ${bytes(held.num_bytes)}`).join(", ")],
     ], rows), next && h("p", { class: "quiet" }, `The first ${count(LISTED_MAX)} are shown.`));
 }
 
-async function open(one, refresh) {
+// A description's fields by their paths; a list of plain values is one value.
+function flat(value, path = "") {
+  const isList = Array.isArray(value);
+  if (value === null || typeof value !== "object" || (isList && value.every((one) => one === null || typeof one !== "object"))) return [[path, JSON.stringify(value)]];
+  return Object.entries(value).flatMap(([name, inner]) => flat(inner, isList ? `${path}[${name}]` : path ? `${path}.${name}` : name));
+}
+
+// This namespace beside another one: the fields that differ.
+function comparison(one, all) {
+  const others = all.filter(({ namespace }) => namespace !== one.namespace);
+  if (!others.length) return "";
+  const place = h("div", {});
+  const select = h("select", { onchange: async () => {
+    place.replaceChildren();
+    if (!select.value) return;
+    try {
+      const other = await askAlone(`/v1/namespaces/${select.value}`);
+      if (!other.description) throw new Error("Its description is lost.");
+      const [mine, theirs] = [one, other].map(({ tenant, description }) => new Map([["tenant", JSON.stringify(tenant)], ...flat(description)]));
+      const paths = [...new Set([...mine.keys(), ...theirs.keys()])].filter((path) => mine.get(path) !== theirs.get(path)).sort();
+      place.replaceChildren(paths.length ? table("How they differ", [["field", (path) => path], ["this one", (path) => mine.get(path) ?? "–"], ["the other", (path) => theirs.get(path) ?? "–"]], paths)
+        : h("p", { class: "quiet" }, "No field differs."));
+    } catch (error) {
+      place.replaceChildren(placeholder("It cannot be compared", error.message));
+    }
+  } }, h("option", { value: "" }, "choose one"), others.map((other) => h("option", { value: other.namespace }, `${nameOf(other)} · ${other.tenant || "no tenant"}`)));
+  return h("div", {}, h("label", {}, "Compare with", select), place);
+}
+
+async function open(one, all, refresh) {
   const place = h("div", {}, placeholder("Loading…"));
   const box = dialog("Namespace", (close) => [place, h("div", { class: "actions" },
     h("button", { type: "button", class: "danger", onclick: () => confirmDelete("all of this namespace", `/v1/namespaces/${one.namespace}`, () => { box.close(); refresh(); }) }, "Delete all of it…"),
     h("button", { type: "button", onclick: () => chooseUnused(one.namespace, refresh) }, "Delete what is unused…"),
     h("button", { type: "button", onclick: () => close() }, "Close"))]);
   try {
-    const { namespace, tenant, description } = await askAlone(`/v1/namespaces/${one.namespace}`);
-    place.replaceChildren(facts([["namespace", h("code", {}, namespace)], ["tenant", tenant || "no tenant"]]), h("h3", {}, "Everything that makes it this one"),
+    const { namespace, tenant, description, name } = await askAlone(`/v1/namespaces/${one.namespace}`);
+    place.replaceChildren(facts([["model and types", name || "(description lost)"], ["namespace", h("code", {}, namespace)], ["tenant", tenant || "no tenant"]]),
+      description ? comparison({ namespace, tenant, description }, all) : "", h("h3", {}, "Everything that makes it this one"),
       description ? h("pre", { tabindex: "0" }, JSON.stringify(description, null, 2)) : h("p", { class: "quiet" }, "Its manifest is nowhere."));
   } catch (error) {
     place.replaceChildren(placeholder("It cannot be shown", error.message));

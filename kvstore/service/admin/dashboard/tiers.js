@@ -1,6 +1,6 @@
 // How each tier is: can it be used, how full it is, what waits for it.
 
-import { ago, badge, bytes, count, facts, h } from "./dom.js";
+import { ago, badge, bytes, count, facts, h, share } from "./dom.js";
 import { drain, pause, reindex, resume, verify } from "./running.js";
 
 const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", cold: "cold" };
@@ -38,7 +38,7 @@ function card(tier, work) {
   if (tier.write_back === "paused") pairs.push(["write-back", badge("paused by an operator", "warn")]);
   if (tier.reason) pairs.push(["reason", tier.reason]);
   if (usage) {
-    pairs.push(["used", usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)}` : bytes(usage.used_bytes)],
+    pairs.push(["used", usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)} (${usage.limit_name}), ${share(usage.used_bytes, usage.limit_bytes)}` : bytes(usage.used_bytes)],
       ["records", count(usage.num_records)],
       ["put aside", usage.num_quarantined ? badge(`${count(usage.num_quarantined)} corrupt records`, "bad") : "no record"]);
     if (tier.level !== "memory") pairs.push(["waiting here", `${count(usage.waiting_records)} records, ${bytes(usage.waiting_bytes)}`]);

@@ -1,0 +1,97 @@
+"""Limits: what is used against each bound, by tier and tenant, and what left and why, wherever an operator looks."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvstore.cli.administering import AdminClient
+from kvstore.cli.status_page import page_of
+from kvstore.cli.top import _look, _shown
+from kvstore.client import connect
+from kvstore.service.watching import Watcher
+from kvstore.testing.prompts import ATTENTION, Prompt
+from tests.deployment.test_monitoring import METRIC, expressions
+from tests.unit.admin.admin_world import soon, world
+
+COLD, QUOTA = 400 << 10, 20 << 10
+
+
+def text_of(shown: Any) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(shown, highlight=False)
+    assert isinstance(console.file, StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+async def test_a_full_cold_tier_is_seen_everywhere(tmp_path: Path) -> None:
+    """More is saved than `cold_bytes` and a quota allow: `status`, `top`, `/v1/tiers`, metrics and the history have
+    what is used, the bound by its name, the share, and the number of boundaries that left for each cause; so do events.
+    """
+    bounds = {"cold_bytes": COLD, "quotas": f"red=:{QUOTA}", "retention_policy": "lru"}
+    async with world(tmp_path, with_tokens=False, **bounds) as made:
+        watcher = Watcher(made.store, made.port._service.history, made.store.events)
+        for number in range(40):
+            tenant = "red" if number % 2 else "blue"
+            await made.save(Prompt(ATTENTION, f"{tenant} {number}", 64 * 5, tenant=tenant))
+        async with made.client() as admin:
+            async with asyncio.timeout(20):
+                while True:
+                    status: Any = await made.store.status(deadline=soon())
+                    left = [name for name in status["counters"] if name.startswith("retention_boundaries")]
+                    if any("quota" in name for name in left) and any("evicted" in name for name in left):
+                        break
+                    await made.save(Prompt(ATTENTION, f"more {len(left)} {soon()}", 64 * 5, tenant="blue"))
+            await watcher.step()
+            tiers = {one["name"]: one for one in (await admin.get("/v1/tiers")).json()["tiers"]}
+            metrics = (await admin.get("/metrics")).text
+            history = (await admin.get("/v1/history")).json()
+            events = (await admin.get("/v1/events", params={"follow": "false", "limit": 50})).json()["events"]
+            top = await asyncio.to_thread(_top, made.url)
+        usage = tiers["filesystem"]["usage"]
+        assert (usage["limit_bytes"], usage["limit_name"]) == (COLD, "cold_bytes")
+        assert tiers["memory"]["usage"]["limit_name"] == "memory_bytes"
+        assert 0 < usage["used_bytes"] <= COLD
+        page = text_of(page_of("here", {**status, "service": {}}))
+        for shown in (page, top):
+            assert "400.0 KiB (cold_bytes)" in shown and "20.0 KiB" in shown and "red" in shown
+            assert re.search(r"quota [\d,]+", shown) and re.search(r"evicted [\d,]+", shown)
+        assert f'kvstore_tier_limit_bytes{{tier="filesystem"}} {COLD}' in metrics
+        assert f'kvstore_tenant_maximum_bytes{{tenant="red"}} {QUOTA}' in metrics
+        assert re.search(r'kvstore_tenant_used_bytes\{tenant="red"\} [1-9]', metrics)
+        assert sum(history["evictions"]["quota"]) > 0 and sum(history["evictions"]["evicted"]) > 0
+        evicted = [one for one in events if one["kind"] == "evicted"]
+        assert evicted and {"quota", "evicted"} <= set(evicted[0]["detail"])
+
+
+def _top(url: str) -> str:
+    client = AdminClient(url, "", timeout_s=60)
+    return text_of(_shown(url, _look(client), None, 0))
+
+
+async def test_every_series_that_alerts_and_charts_read_is_there_from_the_start(tmp_path: Path) -> None:
+    """Of a service where all is well and nobody has asked: a series that only appears with the first fault cannot grow
+    from 0, so that the fault would not be seen. What is read of engines, S3 and Redis, which this one lacks, aside, and
+    what is known once a lookup has asked."""
+    others = ("s3_", "pending_", "tenant_", "stages_cut", "catalog_unknown", "catalog_complete")
+    elsewhere = re.compile(rf"vllm:|kvstore_({'|'.join(others)})")
+    async with world(tmp_path, with_tokens=False) as made, made.client() as admin:
+        there = {re.split("[{ ]", line)[0] for line in (await admin.get("/metrics")).text.splitlines()}
+    wanted = {name for _, expression in expressions() for name in METRIC.findall(expression)}
+    assert {name for name in wanted if not elsewhere.match(name)} <= there
+
+
+async def test_a_tenant_is_told_of_its_own_quota_only(tmp_path: Path) -> None:
+    """By its token, on the data port."""
+    async with world(tmp_path, quotas="red=:1MiB,blue=:2MiB") as made:
+        store = connect(str(made.server.addresses[0]), token="red token")
+        try:
+            status: Any = await store.status(deadline=soon())
+        finally:
+            await store.aclose()
+        assert list(status["quotas"]) == ["red"] and "settings" not in status
