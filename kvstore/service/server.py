@@ -14,7 +14,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.tracing import Tracing
-from kvstore.service.admission import PeerAdmission
+from kvstore.service.admission import NO_TENANT, PeerAdmission
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits
@@ -67,6 +67,7 @@ class Server:
         self._admission = PeerAdmission(token, credentials)
         self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)
         self._budget = ByteBudget(self._limits.receive_bytes)
+        self._shares: dict[str, ByteBudget] = {}
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._looking = Background("server-looks")
@@ -158,11 +159,20 @@ class Server:
             self._limits,
             self._budget,
             tracing=self._tracing,
+            share_of=self._share_of,
             newcomer=newcomer,
             on_made=self._made,
             on_ended=self._ended,
         )
         return made.connection
+
+    def _share_of(self, tenant: str) -> ByteBudget | None:
+        """What a tenant may take of the room for saves; the peers without one are our own user's, and may take all."""
+        if tenant == NO_TENANT:
+            return None
+        if tenant not in self._shares:
+            self._shares[tenant] = ByteBudget(max(1, self._limits.receive_bytes * 3 // 4))
+        return self._shares[tenant]
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)
