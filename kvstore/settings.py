@@ -140,7 +140,8 @@ class Settings(BaseSettings):
             address.
         tls_ca_file: Authorities that verbs trust when they ask a `tls://` service; else the system's.
         credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`. A client's
-            token decides its tenant, and tenants share nothing. Read again when it changes.
+            token decides its tenant, and tenants share nothing. Read again when it changes; without entries it admits
+            nobody.
         encryption_keys: A file with the keys that records are encrypted with before they are stored (see
             docs/encryption.md), or `command:` and a command that prints such a file. Read again when it changes.
         memory_bytes: Size of the memory tier. It must hold the hits of a node's concurrent requests: one prompt of

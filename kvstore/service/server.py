@@ -15,7 +15,7 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
-from kvstore.service.admission import PeerAdmission
+from kvstore.service.admission import NO_TENANT, PeerAdmission
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits
@@ -71,6 +71,7 @@ class Server:
         self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
+        self._receive_shares: dict[str, ByteBudget] = {}
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._looking = Background("server-looks")
@@ -163,12 +164,21 @@ class Server:
             self._limits,
             self._budget,
             tracing=self._tracing,
+            share_of=self._share_of,
             newcomer=newcomer,
             requests=self._requests,
             on_made=self._made,
             on_ended=self._ended,
         )
         return made.connection
+
+    def _share_of(self, tenant: str) -> ByteBudget | None:
+        """What a tenant may take of the room for saves; the peers without one are our own user's, and may take all."""
+        if tenant == NO_TENANT:
+            return None
+        if tenant not in self._receive_shares:
+            self._receive_shares[tenant] = ByteBudget(max(1, self._limits.receive_bytes * 3 // 4))
+        return self._receive_shares[tenant]
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)

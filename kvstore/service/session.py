@@ -68,6 +68,7 @@ class Session:
         limits: Bounds of this connection.
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
         tracing: Makes a span of each request; `None`: no tracing.
+        share_of: What of `budget` a tenant may take at most; `None`: all of it.
         newcomer: Its place among the connections that have not said hello; `None`: they are not bounded.
         requests: Bytes of unanswered requests over all sessions, shared among tenants; `None`: of this one alone.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
@@ -82,6 +83,7 @@ class Session:
         budget: ByteBudget,
         *,
         tracing: Tracing | None = None,
+        share_of: Callable[[str], ByteBudget | None] = lambda _: None,
         newcomer: Newcomer | None = None,
         requests: Shares | None = None,
         on_made: Callable[[Session], None],
@@ -95,6 +97,7 @@ class Session:
         self.tenant = ""
         self.number = 0
         self.leases: set[LeaseId] = set()
+        self._share_of = share_of
         self._newcomer = newcomer
         self._answers = answers
         self._tracing = tracing
@@ -228,6 +231,7 @@ class Session:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
         self.grant = self._admission.check(self.connection, message.token)
         self.tenant = self.grant.tenant or NO_TENANT
+        self._incoming.share = self._share_of(self.tenant)
         self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
         if self._greeting is not None:
             self._greeting.cancel()
