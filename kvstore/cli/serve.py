@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ def serve(config: Path | None = None, **flags: Any) -> None:
 
 def _say_ready(server: Server) -> None:
     console = Console(stderr=True, soft_wrap=True)
-    for address in server.addresses:
-        console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
+    with suppress(OSError):  # stderr may be a file on a full disk: the service serves all the same
+        for address in server.addresses:
+            console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
     notify_ready(f"serves engines at {', '.join(map(str, server.addresses))}")
 
 
