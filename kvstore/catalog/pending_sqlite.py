@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.sqlite_file import make_private
 from kvstore.errors import Closed, Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -194,6 +195,7 @@ class SqlitePendingLog(PendingLog):
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    make_private(path)
     database = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
     try:
         database.execute("PRAGMA journal_mode = WAL")

@@ -24,7 +24,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
 from kvstore.runtime.long_work import PIECE, LongWork
 from kvstore.runtime.meters import Meters
-from kvstore.runtime.shares import share_left
+from kvstore.runtime.shares import Shares, share_left
 from kvstore.runtime.tracing import Tracing
 from kvstore.runtime.turns import Turns
 from kvstore.store.absence import AbsenceFinder
@@ -40,7 +40,7 @@ from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
 from kvstore.store.open_namespaces import OpenNamespaces
 from kvstore.store.operations import StoreOperations
-from kvstore.store.placement import Presence
+from kvstore.store.placement import UNKNOWN_BYTES, Presence
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
 from kvstore.store.promotion import Promotion
@@ -55,6 +55,8 @@ __all__ = ["TieredStore"]
 
 _QUESTIONS_AT_ONCE = 64
 """Questions to the slower tiers at a time, of a few thousand names at most; more of them wait their turn."""
+_ASIDE_SHARE = 1 / 16
+"""What a tenant may have put aside by its own word, as a share of its quota."""
 _ANSWER_S = 0.01
 """Reserved from a deadline for the answer itself, so that what has arrived is not lost to a late reply."""
 
@@ -110,6 +112,7 @@ class TieredStore(PageStore):
         self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
         self._clock = clock
         self._background = Background("store")
+        self._aside = Shares(self.limits.aside_bytes)
         self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock, self.limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
         self._leases = LeaseTable(
@@ -352,14 +355,30 @@ class TieredStore(PageStore):
         self._absent.add(key, self.limits.absent_s)
         self._saver.forget(key)
         failed = []
+        keeps = self._keeps_aside(key.namespace, sum(record.num_bytes for record in all_seen if record is not None))
         for tier, seen in product((self._memory, *self._slower), all_seen):
             try:
-                await tier.quarantine(key, reason, seen=seen, deadline=deadline)
+                if keeps:
+                    await tier.quarantine(key, reason, seen=seen, deadline=deadline)
+                else:
+                    await tier.delete(key, deadline=deadline)
             except Unavailable:
                 failed.append(tier.name)
                 self.meters.add("quarantine_failures", tier=tier.name)
         if failed:
             raise Unavailable("a record could not be put aside in every tier", key=key, tiers=",".join(failed))
+
+    def _keeps_aside(self, namespace: NamespaceId, num_bytes: int) -> bool:
+        """Whether what a tenant calls bad is kept for people to look at, rather than removed: as long as the tenant has
+        its share of the room for that, and all of it together is little of the tenant's quota.
+        """
+        tenant = self._namespaces.tenant_of(namespace)
+        num_bytes = (num_bytes or UNKNOWN_BYTES) * len(self._slower)
+        quota = self._orders.quotas.get(tenant) if self._orders is not None else None
+        limit_bytes = quota.maximum_bytes if quota is not None else None
+        if limit_bytes is not None and self._aside.used_by(tenant) + num_bytes > limit_bytes * _ASIDE_SHARE:
+            return False
+        return self._aside.try_take(tenant, num_bytes)
 
     def tell(self, outcome: Outcome) -> None:
         self._explainer.tell(outcome)
