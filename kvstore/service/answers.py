@@ -37,15 +37,15 @@ class Answers:
 
     Args:
         store: Holds the pages.
-        describe: The service's own part of `status`.
+        describe: The service's own part of `status`, for a tenant; empty: all of it.
 
     A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
     """
 
-    def __init__(self, store: PageStore, describe: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(self, store: PageStore, describe: Callable[[str], Mapping[str, object]]) -> None:
         self.store = store
         self._describe = describe
-        self._recent = Recent()
+        self._recent: dict[str, Recent] = {}  # of all, and of each tenant
         self._work = LongWork("messages")
         self._opened: dict[NamespaceId, _Opened] = {}
 
@@ -103,10 +103,10 @@ class Answers:
                 values = await self.store.explain(request.request, deadline=deadline, tenant=whose)
                 return messages.Explained(request.id, values)
             case messages.Status():
-                values = dict(await self.store.status(deadline=deadline))
-                return messages.StatusReply(
-                    request.id, {**values, "service": dict(self._describe()), "recent": self._recent.told()}
-                )
+                values = dict(await self.store.status(deadline=deadline, tenant=tenant))
+                values["service"] = dict(self._describe(tenant))
+                values["recent"] = self._recent_of(tenant).told()
+                return messages.StatusReply(request.id, values)
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 
@@ -133,7 +133,8 @@ class Answers:
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
         if outcome.namespace is None or self._is_of(tenant, outcome.namespace):
             self.store.tell(outcome)
-            self._recent.count(outcome)
+            for whose in {"", tenant}:
+                self._recent_of(whose).count(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str
@@ -150,6 +151,9 @@ class Answers:
     async def _query(self, request: messages.Lookup, tenant: str) -> PrefixQuery:
         self._check_owner(tenant, convert.parse_namespace(request.namespace, f"{request.type}.namespace"))
         return await self._work.run(len(request.tokens) // 4, convert.parse_query, request)
+
+    def _recent_of(self, tenant: str) -> Recent:
+        return self._recent.setdefault(tenant, Recent())
 
     def _is_of(self, tenant: str, namespace: NamespaceId) -> bool:
         opened = self._opened.get(namespace)

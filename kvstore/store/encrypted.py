@@ -239,8 +239,9 @@ class EncryptedStore(PageStore):
             return told
         return {**told, "reason": reason, "why": REASONS[reason].why, "advice": REASONS[reason].advice}
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
-        return {**await self.inner.status(deadline=deadline), "encryption": {"keys": len(self._keys.ring)}}
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
+        told = await self.inner.status(deadline=deadline, tenant=tenant)
+        return told if tenant else {**told, "encryption": {"keys": len(self._keys.ring)}}
 
     # keys
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -387,10 +387,12 @@ class TieredStore(PageStore):
         self._check_open()
         return await self._explainer.explain(request, tenant, _leave_time(deadline))
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         self._check_open()
         deadline = _leave_time(deadline)
         tiers = await asyncio.gather(*(self._tier_status(tier, deadline) for tier in (self._memory, *self._slower)))
+        if tenant:
+            return self._status_for(tenant, tiers)
         return {
             "version": kvstore.__version__,
             "tiers": {str(tier["name"]): tier for tier in tiers},
@@ -403,6 +405,15 @@ class TieredStore(PageStore):
             "write_back": self._saver.describe(),
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
+        }
+
+    def _status_for(self, tenant: str, tiers: Sequence[Mapping[str, object]]) -> Mapping[str, object]:
+        pinned_bytes = self._memory.pinned_by[tenant]
+        return {
+            "version": kvstore.__version__,
+            "tiers": {str(tier["name"]): {"name": tier["name"], "healthy": tier["healthy"]} for tier in tiers},
+            "namespaces": self._namespaces.of_tenant(tenant),
+            "leases": {"active": self._leases.of_tenant(tenant), "pinned_bytes": pinned_bytes},
         }
 
     async def _tier_status(self, tier: Tier, deadline: Deadline) -> dict[str, object]:
