@@ -247,7 +247,7 @@ async def _look_up_until_told(url: str, token: str) -> None:
     """The healthy client: prints how long its lookups took, when it gets SIGTERM."""
     end = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
-    prompt = Prompt(ATTENTION, "healthy", 1024, payload_bytes=10_000)
+    prompt = Prompt(ATTENTION, "healthy", 1024, payload_bytes=10_000, tenant=token)
     store = connect(url, options=ClientOptions(token=token))
     await store.open_namespace(prompt.description, deadline=Deadline.after(_START_S))
     for record in prompt.records():
