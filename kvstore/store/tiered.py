@@ -84,6 +84,7 @@ class TieredStore(PageStore):
 
     Attributes:
         operations: What operators may ask of it.
+        work: Runs what takes long for a long prompt.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class TieredStore(PageStore):
         self._recorder = recorder
         self._choice = choice
         self._admission = admission
-        self._work = LongWork("lookups")
+        self.work = LongWork("lookups")
         self._finder = self._find_with(hot, cold)
         self._promotion = Promotion(
             memory,
@@ -168,7 +169,7 @@ class TieredStore(PageStore):
             meters=self.meters,
             limits=self.limits,
             clock=clock,
-            work=self._work,
+            work=self.work,
             room_for=self._room_for,
             on_cold_hit=self._saver.promote_to_hot,
         )
@@ -184,9 +185,9 @@ class TieredStore(PageStore):
             self._absent,
             self.meters,
             cold_probes=self.limits.cold_probes,
-            work=self._work,
+            work=self.work,
             questions=Turns(_QUESTIONS_AT_ONCE),
-            catalog=CatalogLookup(catalog, self.meters, self._clock, self._work) if catalog is not None else None,
+            catalog=CatalogLookup(catalog, self.meters, self._clock, self.work) if catalog is not None else None,
         )
 
     @property
@@ -229,7 +230,7 @@ class TieredStore(PageStore):
         presence = await self._finder.find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.bring(presence, lacking)
-        found = await self._work.run(presence.num_cells, self._found, presence)
+        found = await self.work.run(presence.num_cells, self._found, presence)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", found.resume_tokens > query.local_tokens)
         return found
@@ -237,7 +238,7 @@ class TieredStore(PageStore):
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         """As `lookup`, without side effects: nothing is counted, learnt or brought anywhere."""
         presence = await self._finder.find(query, self._layout_for(query), _leave_time(deadline))
-        return await self._work.run(presence.num_cells, self._found, presence)
+        return await self.work.run(presence.num_cells, self._found, presence)
 
     def _found(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()
@@ -288,7 +289,7 @@ class TieredStore(PageStore):
         read = {key.prefix: stop for key, (_, stop) in zip(holding.pins, holding.spans, strict=True)}
         uses = list(read.items())
         for start in range(0, len(uses), PIECE):
-            async with self._work.turn(len(uses)):
+            async with self.work.turn(len(uses)):
                 self._recorder.used(namespace, uses[start : start + PIECE])
 
     def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
@@ -442,7 +443,7 @@ class TieredStore(PageStore):
             await self._background.aclose()
             await self._saver.aclose()
             self._leases.release_all()
-            self._work.close()
+            self.work.close()
 
     def _room_for(self, namespace: NamespaceId) -> int:
         """How many bytes more may be leased now to the tenant of a namespace."""
