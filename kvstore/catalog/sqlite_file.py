@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import TypeVar
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["SqliteFile", "is_no_room"]
+__all__ = ["SqliteFile", "is_no_room", "make_private"]
 
 T = TypeVar("T")
 
@@ -25,6 +26,26 @@ _BUSY_S = 5.0
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 """Primary codes of what SQLite says on a full disk: even to read it has to make a file for shared memory."""
+
+
+def make_private(path: Path) -> None:
+    """Make a database's file if it is not there. Others than its owner may neither read nor write it, whatever its
+    folder allows, nor the files that SQLite keeps beside it. If an existing file's mode cannot be changed, only warn.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    for suffix in ("", "-wal", "-shm"):  # by name: to close a descriptor would drop the locks of SQLite
+        beside = path.with_name(path.name + suffix)
+        try:
+            if beside.stat().st_mode & 0o077:
+                beside.chmod(0o600)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _log.warning("others may read a file: chmod 600 it path=%s error=%s", beside, error.strerror)
 
 
 class SqliteFile:
@@ -96,6 +117,8 @@ class SqliteFile:
     def _connect(self) -> sqlite3.Connection:
         if self._is_guest:
             self._inode = self._path.stat().st_ino
+        if not self._is_guest:
+            make_private(self._path)
         database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()

@@ -176,6 +176,9 @@ def _engines(name: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 def _memory(values: Mapping[str, Any]) -> Iterator[str]:
     memory, leases, service = values.get("tiers", {}).get("memory", {}), values.get("leases", {}), values["service"]
+    if "used_bytes" not in memory:
+        yield f"{bytes_text(leases.get('pinned_bytes', 0))} are leased to this tenant; a tenant is told no more"
+        return
     used, limit = memory.get("used_bytes", 0), memory.get("limit_bytes") or 0
     text = f"{bytes_text(used)} of {bytes_text(limit)} hold pages ({part_of(used, limit)})"
     if leases.get("active"):

@@ -104,24 +104,35 @@ class Server:
         """Seconds since the last peer left, or since the start; zero while a peer is connected."""
         return 0.0 if self._sessions else SYSTEM_CLOCK.monotonic_s() - self._quiet_since_s
 
-    def describe(self) -> Mapping[str, object]:
-        """What `status` says of the service itself. Safe from any thread."""
+    def describe(self, tenant: str = "") -> Mapping[str, object]:
+        """What `status` says of the service itself. Safe from any thread.
+
+        Args:
+            tenant: Whose connections; empty: everybody's, with what the service has of them together.
+        """
         sessions = list(self._sessions)  # in one go: peers come and go on the loop meanwhile
+        if tenant:
+            sessions = [session for session in sessions if session.tenant == tenant]
         of_engines = [session for session in sessions if not session.client.startswith(_VERB)]
-        return {
+        told = {
             "release": kvstore.__version__,
-            "pid": os.getpid(),
             "uptime_s": round(SYSTEM_CLOCK.monotonic_s() - self._started_s, 3),
-            "addresses": [str(address) for address in self.addresses],
             "sessions": len(sessions),
-            "sessions_total": self._num_sessions,
             "sessions_of_engines": len(of_engines),
             "requests_running": sum(session.num_running for session in sessions),
+            "clients": sorted({session.client for session in sessions if session.client}),
+            "engines": sorted({session.client for session in of_engines if session.client}),
+        }
+        if tenant:
+            return told
+        return {
+            **told,
+            "pid": os.getpid(),
+            "addresses": [str(address) for address in self.addresses],
+            "sessions_total": self._num_sessions,
             "request_bytes_used": self._requests.used,
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
-            "clients": sorted({session.client for session in sessions if session.client}),
-            "engines": sorted({session.client for session in of_engines if session.client}),
         }
 
     async def _look_again_and_again(self) -> None:

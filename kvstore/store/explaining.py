@@ -84,7 +84,6 @@ class Explainer:
         background: Owns the task that finds reasons.
 
     Attributes:
-        recent: The counts of the last minutes, with the reasons that tenants may know.
         key_reason: Why the keys of a tenant may cost hits, as a word of `REASONS`; empty: they do not.
     """
 
@@ -108,7 +107,7 @@ class Explainer:
         self._numbers = count()
         self._names: OrderedDict[NamespaceId, str] = OrderedDict()
         self._losses = Losses()
-        self.recent = Recent(clock)
+        self._recent: dict[str, Recent] = {"": Recent(clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
 
     def know(self, namespace: NamespaceId, name: str) -> None:
@@ -118,12 +117,22 @@ class Explainer:
         while len(self._names) > _NAMES_KEPT:
             self._names.popitem(last=False)
 
+    def recent(self, tenant: str = "") -> Mapping[str, object]:
+        """The counts of the last minutes, as `Recent.told`: of a tenant; empty: of all."""
+        return self._recent.get(tenant, Recent(self._clock)).told()
+
+    def _note(self, outcome: Outcome, reason: str, operators_reason: str) -> None:
+        """Count in the last minutes: of all with the reason for operators, of the tenant with that which it may know."""
+        self._recent[""].count(outcome, operators_reason)
+        if outcome.tenant:
+            self._recent.setdefault(outcome.tenant, Recent(self._clock)).count(outcome, reason)
+
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place. A loss is kept beside the outcomes."""
         now_ms = self._clock.wall_ms()
         if outcome.is_loss:
             self._losses.note(outcome, now_ms)
-            self.recent.count(outcome)
+            self._note(outcome, outcome.reason, outcome.reason)
             if outcome.num_lost:
                 reason = outcome.reason if outcome.reason in REASONS else "other"
                 self._meters.add("saves_lost", outcome.num_lost, reason=reason)
@@ -189,7 +198,7 @@ class Explainer:
 
     def _count(self, told: ToldOutcome) -> None:
         outcome, reason = told.outcome, told.operators_reason
-        self.recent.count(outcome, told.reason)
+        self._note(outcome, told.reason, reason)
         reason = reason if reason in REASONS else "other"  # a newer engine's words add no meters
         local = min(outcome.local_tokens, outcome.resume_tokens)
         self._meters.add("requests", result=result_of(outcome), reason=reason)
