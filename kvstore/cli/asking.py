@@ -76,8 +76,10 @@ def asked(url: str, timeout_s: float, verb: str, token_file: Path | None, config
         with quieted(), BlockingStore(name, token=token or None, options=options) as store:
             yield Asked(store, deadline, name)
     except Unavailable as error:
-        step = _next_step(str(error), is_private=is_private, has_token=bool(token))
-        raise Unavailable(f"{error.message}: {step}", **error.details) from error
+        said = str(error)
+        step = _next_step(said, is_private=is_private, has_token=bool(token))
+        message = "the service answers, and refuses this token" if "token" in said else error.message
+        raise Unavailable(f"{message}: {step}", **error.details) from error
 
 
 def service_url(settings: Settings) -> str:

@@ -30,9 +30,7 @@ def show(
     *,
     namespace: NamespaceArgument,
     prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, from `kvstore ls`.")] = "",
-    compare: Annotated[
-        str, typer.Option(help="Another namespace (id or a start of it): how they differ.")
-    ] = "",
+    compare: Annotated[str, typer.Option(help="Another namespace (id or a start of it): how they differ.")] = "",
     admin_url: AdminUrl = "",
     token_file: TokenFile = None,
     config: Config = None,
@@ -78,7 +76,8 @@ def _show_differences(one: dict[str, Any], other: dict[str, Any], *, json_: bool
     for field, values in sorted(differences.items()):
         table.add_row(escape(field), *("-" if value is None else escape(str(value)) for value in values))
     print_table(table)
-    typer.echo(f"{len(differences):,} fields differ, {num_equal:,} are equal")
+    differ = "1 field differs" if len(differences) == 1 else f"{len(differences):,} fields differ"
+    typer.echo(f"{differ}, {num_equal:,} {'is' if num_equal == 1 else 'are'} equal")
 
 
 def _show_namespace(found: dict[str, Any]) -> None:
