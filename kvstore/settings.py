@@ -293,8 +293,8 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         settings = Settings(**{**weaker, **given})
     except ValidationError as error:
         typed = dict.fromkeys(from_file, f"in {config}")
-        typed |= {name: ENV_PREFIX + name.upper() for name in in_environment}
-        typed |= {name: "--" + name.replace("_", "-") for name in given}
+        typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in in_environment}
+        typed |= {name: f"as --{name.replace('_', '-')}" for name in given}
         raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given}, typed)) from None
     settings._sources = {
         **dict.fromkeys(from_file, "file"),
@@ -350,6 +350,6 @@ def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[
         value = seen.get(name)
         value = without_secrets(value) if isinstance(value, str) else value
         shown = "" if "seen=" in expected else f" seen={value!r}"
-        where = f" ({typed[name]})" if typed and name in typed else ""
-        lines.append(f"setting {name}{where}: {expected}{shown}")
+        where = f" (given {typed[name]})" if typed and name in typed else ""
+        lines.append(f"setting {name}: {expected}{shown}{where}")
     return "; ".join(lines)
