@@ -82,6 +82,13 @@ def test_two_stores_are_never_mixed_up(started: QuickStart, tmp_path: Path) -> N
     assert found["store"]["verdict"] == "warning" and f"file://{tmp_path}/records" in found["store"]["seen"]
 
 
+def test_verbs_of_the_data_port_find_it_by_the_administration(started: QuickStart) -> None:
+    """A shell that knows the administration's address only: `status` and `explain` ask the service behind it."""
+    for verb in ("status", "explain"):
+        done = started.run(verb, "--timeout", "30", KVSTORE_ADMIN_LISTEN=started.admin)
+        assert done.returncode == 0 and started.listen in done.stdout, done.stderr
+
+
 def test_without_a_service_the_settings_of_the_shell_count(started: QuickStart, tmp_path: Path) -> None:
     """And the tool says so, and where nobody answered."""
     (tmp_path / "records" / "v1").mkdir(parents=True)
