@@ -122,7 +122,7 @@ class Explainer:
         return self._recent.get(tenant, Recent(self._clock)).told()
 
     def _note(self, outcome: Outcome, reason: str, operators_reason: str) -> None:
-        """Count in the last minutes: of all with the reason for operators, of the tenant with that which it may know."""
+        """Count in the last minutes: of all by the operators' reason, of the tenant by the one that it may know."""
         self._recent[""].count(outcome, operators_reason)
         if outcome.tenant:
             self._recent.setdefault(outcome.tenant, Recent(self._clock)).count(outcome, reason)
