@@ -60,7 +60,7 @@ def test_a_reader_announces_saves(service: AttackedService, num_bytes: int, tell
         peer.send(head_bytes(messages.Save(1, 20_000, "memory"), num_bytes) + b"\0")
     took_s = save_s(service)
     tell(f"{num_bytes} bytes announced four times: a save of another tenant takes {took_s * 1e3:.0f} ms")
-    assert took_s < 3.0
+    assert took_s < 8.0
     if num_bytes == ROOM_BYTES // 2:
         readers[0].send(bytes(num_bytes - 1))
     if num_bytes < ROOM_BYTES:
@@ -81,7 +81,7 @@ def test_a_tenant_leaves_room_for_others(service: AttackedService, tell: Callabl
         peer.send(head_bytes(messages.Save(1, 20_000, "memory"), ROOM_BYTES // 4) + b"\0")
     took_s = save_s(service)
     tell(f"one tenant asks for one and a half times the room: a save of another takes {took_s * 1e3:.0f} ms")
-    assert took_s < 3.0
+    assert took_s < 8.0
     for peer in greedy:
         peer.die()
     time.sleep(0.2)
