@@ -113,7 +113,7 @@ class Session:
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._loaded_bytes = 0  # of loads that are being sent
-        self._unread, self._unsent = Stall(), Stall()
+        self._sends, self._reads = Stall(), Stall()  # of its peer
         self._greeting: asyncio.TimerHandle | None = None
 
     @property
@@ -136,16 +136,16 @@ class Session:
         """
         is_in_head = self.connection.reader.is_in_head
         if is_in_head or self._incoming.holds_room:
-            silent_s = self._unread.seconds(self.connection.received_bytes, now_s)
+            silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
         else:
-            silent_s = self._unread.ended()
+            silent_s = self._sends.ended()
         if silent_s >= self._limits.silence_timeout_s:
             self._give_up()
             if is_in_head:
                 self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
         if not self.held_bytes and self.connection.queued_bytes < PROGRESS_BYTES:
-            return self._unsent.ended()
-        return self._unsent.seconds(self.connection.arrived_bytes, now_s)
+            return self._reads.ended()
+        return self._reads.seconds(self.connection.arrived_bytes, now_s)
 
     # called by the connection
 

@@ -75,7 +75,8 @@ class FrameConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
+        # the low mark is near the high one, so that the kernel does not run dry before the next record is written
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES, low=_WRITE_HIGH_BYTES * 3 // 4)
         tune_socket(self._transport.get_extra_info("socket"))
         on_made, self._on_made = self._on_made, None
         if on_made is not None:
