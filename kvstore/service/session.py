@@ -274,7 +274,7 @@ class Session:
             error = InvalidRequest("the token may not save or discard: give it the scope save", field="token")
         elif isinstance(request, messages.Save) and receipt.dropped:
             error = Unavailable("no room to receive this record before its deadline")
-        elif not self._requests.try_take(self.tenant, num_bytes := _bytes_of(request)):
+        elif (num_bytes := _bytes_of(request)) > self._requests.left_for(self.tenant):
             error = Unavailable("too many long requests are in flight", limit_bytes=self._requests.limit)
         if error is not None:
             receipt.settle()
@@ -297,6 +297,7 @@ class Session:
             if self._request_bytes <= self._limits.connection_request_bytes:
                 self.connection.go_on()
 
+        self._requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes
         if self._request_bytes > self._limits.connection_request_bytes:
             self.connection.hold()

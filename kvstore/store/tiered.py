@@ -106,7 +106,7 @@ class TieredStore(PageStore):
     ) -> None:
         self.meters = meters if meters is not None else Meters()
         self.events = events if events is not None else Events(clock)
-        self.limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
+        self.limits = limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
         check_sizes(self.limits.stage_bytes, memory.limit_bytes)
         self._memory = memory
         self._slower = tuple(tier for tier in (hot, cold) if tier is not None)
@@ -117,11 +117,7 @@ class TieredStore(PageStore):
         self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock, self.limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
         self._leases = LeaseTable(
-            memory,
-            clock,
-            lease_s=self.limits.lease_s,
-            leases_max=self.limits.leases_max,
-            records_max=self.limits.lease_records_max,
+            memory, clock, lease_s=limits.lease_s, leases_max=limits.leases_max, records_max=limits.lease_records_max
         )
         self._absent = AbsentKeys(clock)
         self._saver = Saver(
