@@ -135,7 +135,9 @@ class Session:
             now_s: On the monotonic clock.
         """
         is_in_head = self.connection.reader.is_in_head
-        if is_in_head or self._incoming.holds_room:
+        if self.connection.is_held:  # it is we who do not read
+            silent_s = self._sends.ended()
+        elif is_in_head or self._incoming.holds_room:
             silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
         else:
             silent_s = self._sends.ended()

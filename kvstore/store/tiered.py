@@ -240,9 +240,10 @@ class TieredStore(PageStore):
 
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Where the records are, for a lookup. What hangs has stalled, however long the caller would wait: first the
-        catalog may, then the tiers.
+        catalog may, then the tiers. A long prompt takes longer.
         """
-        return await self._finder.find(query, layout, deadline.earlier(2 * self.limits.stall_timeout_s))
+        patience_s = 2 * self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
+        return await self._finder.find(query, layout, deadline.earlier(patience_s))
 
     def _found(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()

@@ -248,6 +248,11 @@ class FrameConnection(asyncio.BufferedProtocol):
             assert self._transport is not None
             self._transport.pause_reading()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing more is read, after `hold`."""
+        return self._is_held
+
     def go_on(self) -> None:
         """Read again. Idempotent."""
         if self._is_held:
