@@ -289,7 +289,8 @@ class RedisTier(Tier):
         limits = [server.limit_bytes for server in facts]
         limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
         used_bytes = sum(server.used_bytes for server in facts)
-        return TierUsage(None, used_bytes, limit_bytes, self._num_quarantined, await self._refuses_writes(deadline))
+        refuses_writes = await self._refuses_writes(deadline)
+        return TierUsage(None, used_bytes, limit_bytes, self._num_quarantined, refuses_writes=refuses_writes)
 
     async def _refuses_writes(self, deadline: Deadline) -> str:
         """Why one of the servers takes no writes; empty: all do. One that has room for small values alone has refused a
