@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import sqlite3
@@ -92,14 +93,14 @@ class SqliteFile:
                 path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._db = self._connect()
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, OSError) as error:
                 if not is_guest and is_no_room(error):
                     told = (
                         "%s cannot be opened on a full disk, going on without it until there is room path=%s error=%s"
                     )
                     _log.warning(told, what, path, error)
                     return
-                if is_guest or isinstance(error, sqlite3.OperationalError):  # no permission: not the file's fault
+                if is_guest or isinstance(error, sqlite3.OperationalError | OSError):  # no permission: not its fault
                     raise
                 self._rename_damaged(error)
                 self._db = self._connect()
@@ -205,4 +206,6 @@ class SqliteFile:
 
 def is_no_room(error: BaseException | None) -> bool:
     """Whether SQLite failed for want of room on the disk, or could not write to it at all."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _NO_ROOM
