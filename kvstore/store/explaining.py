@@ -34,9 +34,10 @@ _TOLD_WITHIN_S = 5
 
 _WAITING_MAX, _TOGETHER = 256, 64
 """Requests whose reason is to be found; found from one reading of what left."""
-_PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 30.0, 0.02
-"""Between two batches: so long at least and at most; else finding reasons takes this share of the time."""
-_LOOK_S = 2.0
+_PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 300.0, 0.02
+"""Between two batches: so long at least and at most; else finding reasons takes this share of the time. Of a cluster,
+whose slots are read one by one, that is once in minutes."""
+_LOOK_S, _REMOVALS_S = 2.0, 10.0
 
 _NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: it is not stored, and nobody removed it."""
@@ -180,18 +181,26 @@ class Explainer:
             await asyncio.sleep(pause_s)
             started_s = self._clock.monotonic_s()
             batch = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
-            removals = None
-            with suppress(KVStoreError):  # each look fails likewise, and says so
-                if self._absence is not None:
-                    removals = await self._absence.removals(deadline=self._soon())
-            for told in batch:
-                found = await self._look(told, self._soon(), removals)
-                told.reason = self._judge(told, found, told.outcome.tenant).reason
-                told.operators_reason = self._judge(told, found, None).reason
-                self._count(told)
-                await asyncio.sleep(0)
+            try:
+                removals = await self._removals()
+            except KVStoreError:  # read for each of them, they would take as long again
+                for told in batch:
+                    told.reason = told.operators_reason = "not_looked_into"
+                    self._count(told)
+            else:
+                for told in batch:
+                    found = await self._look(told, self._soon(), removals)
+                    told.reason = self._judge(told, found, told.outcome.tenant).reason
+                    told.operators_reason = self._judge(told, found, None).reason
+                    self._count(told)
+                    await asyncio.sleep(0)
             took_s = self._clock.monotonic_s() - started_s
             pause_s = min(_PAUSE_S_MAX, max(_PAUSE_S, took_s / _SHARE))
+
+    async def _removals(self) -> Removals | None:
+        if self._absence is None:
+            return None
+        return await self._absence.removals(deadline=Deadline.after(_REMOVALS_S, self._clock))
 
     def _soon(self) -> Deadline:
         return Deadline.after(_LOOK_S, self._clock)
