@@ -153,7 +153,7 @@ async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting
                 await page.get_by_text("last known, ").first.wait_for()
                 await visit.shoot("tier-frozen-1280-light")
                 await visit.open("overview")
-                tile = page.locator(".tile", has_text="kept in the slower tiers")
+                tile = page.locator(".tile", has_text="kept in ")
                 await tile.get_by_text("last known, ").wait_for()
                 assert "0 bytes" not in (await tile.inner_text()).splitlines()
                 await visit.charts(1)
