@@ -14,7 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BASE", "TESTED_RELEASES", "USES", "Release", "Use", "advice_on_releases", "missing", "release_of"]
+__all__ = [
+    "BASE",
+    "TESTED_RELEASES",
+    "USES",
+    "Release",
+    "Use",
+    "advice_on_releases",
+    "is_tested",
+    "missing",
+    "release_of",
+]
 
 Release = tuple[int, int]
 """Major and minor number: `(0, 32)`."""
@@ -22,13 +32,26 @@ Release = tuple[int, int]
 TESTED_RELEASES: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
 """By `make test-vllm`; how each was tested is in docs/vllm.md."""
 
+_FINAL = re.compile(r"v?[0-9]+(\.[0-9]+)+(\.post[0-9]+)?(\+[A-Za-z0-9.]+)?")
+"""A version without a word for a development build. What follows a plus sign names the build: `0.32.0+cpu`."""
+
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
-def release_of(version: str) -> Release | None:
+def release_of(version: object) -> Release | None:
     """The release that a version is of, `None` for a build that does not say it (`dev`)."""
-    numbers = re.match(r"v?(\d+)\.(\d+)(?!\d)", version)
+    numbers = re.match(r"v?(\d+)\.(\d+)(?!\d)", version) if isinstance(version, str) else None
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def is_tested(version: object) -> bool:
+    """Whether a version is a tested release, or a fix of one.
+
+    A development build or a release candidate (`0.33.1.dev12`, `0.33.0rc1`) is not: it may have what only the next
+    release has.
+    """
+    is_final = isinstance(version, str) and _FINAL.fullmatch(version) is not None
+    return is_final and release_of(version) in TESTED_RELEASES
 
 
 def advice_on_releases() -> str:
@@ -240,12 +263,15 @@ def _lacks(use: Use) -> Iterator[str]:
     except ImportError:
         yield use.module
         return
+    except Exception as error:  # noqa: BLE001 - vLLM's code: a module that cannot be imported is missing, whatever it raised
+        yield f"{use.module} (its import raised {type(error).__name__}: {error})"
+        return
     path = f"{use.module}.{use.name}" if use.name else use.module
     owner = getattr(module, use.name, None) if use.name else module
     if owner is None:
         yield path
         return
-    if use.takes and (unknown := [name for name in use.takes if name not in _parameters(owner)]):
+    if use.takes and (unknown := [name for name in use.takes if name not in (_parameters(owner) or ())]):
         yield f"{path} with {', '.join(unknown)}"
     for name in use.fields:
         if not _has_field(owner, name):
@@ -254,15 +280,20 @@ def _lacks(use: Use) -> Iterator[str]:
         if not hasattr(owner, name):
             yield f"{path}.{name}"
         elif (seen := _parameters(getattr(owner, name))) != expected:
-            yield f"{path}.{name}({', '.join(expected)}), it takes ({', '.join(seen)})"
+            takes = "has no signature" if seen is None else f"takes ({', '.join(seen)})"
+            yield f"{path}.{name}({', '.join(expected)}), it {takes}"
     if use.hooks:
         for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - use.hooks.keys()):
             yield f"{path} without {name}, which every connector must answer"
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
+def _parameters(function: Any) -> tuple[str, ...] | None:
+    """Names of its parameters; `None`: it is no function, or one that does not tell."""
     function = function.fget if isinstance(function, property) else function
-    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+    try:
+        return tuple(name for name in inspect.signature(function).parameters if name != "self")
+    except (TypeError, ValueError):
+        return None
 
 
 def _has_field(owner: Any, name: str) -> bool:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from connector.contract import TESTED_RELEASES, advice_on_releases, release_of
+from connector.contract import advice_on_releases, is_tested, release_of
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.vllm_rules import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
@@ -126,7 +126,7 @@ def takes_release(*, allow_untested: bool, tells: bool) -> bool:
     elif tells:
         _log.warning(
             "kvstore: this engine is not cached: vLLM %s was not tested with this connector: %s; or set"
-            " allow_untested_vllm to try it",
+            " allow_untested_vllm in kv_connector_extra_config to try it",
             version,
             advice_on_releases(),
         )
@@ -134,7 +134,7 @@ def takes_release(*, allow_untested: bool, tells: bool) -> bool:
 
 
 def _untested_version() -> str | None:
-    return None if release_of(vllm.__version__) in TESTED_RELEASES else str(vllm.__version__)
+    return None if is_tested(vllm.__version__) else str(vllm.__version__)
 
 
 def _refuse_unsupported_engines(vllm_config: Any) -> None:
@@ -297,7 +297,7 @@ def _packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | i
     if current_platform.is_cuda():
         return _gpu_packing(vllm_config, name, spec)
     machine = current_platform.get_cpu_architecture().name
-    common: tuple[tuple[str, str | int], ...] = (("block_tokens", spec.block_size), ("vllm", vllm.__version__))
+    common: tuple[tuple[str, str | int], ...] = (("block_tokens", spec.block_size), ("vllm", str(vllm.__version__)))
     if isinstance(spec, MambaSpec | MLAAttentionSpec):
         return (("backend", "CPU"), ("machine", machine), *common)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -316,11 +316,11 @@ def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
         kernels = (("backend", backend), ("convolution", str(get_conv_state_layout())))
-        return (*kernels, ("block_tokens", spec.block_size), ("vllm", vllm.__version__))
+        return (*kernels, ("block_tokens", spec.block_size), ("vllm", str(vllm.__version__)))
     if backend not in _TOKEN_BACKENDS:
         raise _Unsupported(f"attention backend {backend} is not known to keep the bytes of a token together")
     # until a test on a GPU has saved with one release and loaded with the other, they share nothing
-    return (("cell", "token"), ("vllm", ".".join(map(str, release_of(vllm.__version__) or (vllm.__version__,)))))
+    return (("cell", "token"), ("vllm", ".".join(map(str, release_of(vllm.__version__) or (str(vllm.__version__),)))))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -274,8 +274,14 @@ class PageStore(ABC):
         raise InvalidRequest("this store does not keep what became of requests")
 
     @abstractmethod
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
-        """Plain values for people: tiers with usage and health, leases, queues, counters, version."""
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
+        """Plain values for people: tiers with usage and health, leases, queues, counters, version.
+
+        Args:
+            deadline: When to give up.
+            tenant: Whose; empty: all of it. For a tenant, nothing that tells of others: no usage, queues and counters.
+                A client is told of its own, whatever it says.
+        """
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -253,8 +253,10 @@ async def _look_at_catalog(
         if hot is None and cold is not None:
             keeper = CatalogKeeper(recorder.catalog, cold, Level.COLD, meters=meters, clock=clock)
             stack.push_async_callback(keeper.aclose)
-            keeper.start()
-            await keeper.compare()
+            try:
+                await keeper.compare()
+            finally:
+                keeper.start()
         elif not await mark_if_empty(recorder.catalog, tiers, deadline=Deadline.after(_PROBE_S, clock)):
             _log.warning(
                 "the catalog may lack records that are stored, so lookups ask the tiers as well, which is slower: "

@@ -140,7 +140,8 @@ class Settings(BaseSettings):
             address.
         tls_ca_file: Authorities that verbs trust when they ask a `tls://` service; else the system's.
         credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`. A client's
-            token decides its tenant, and tenants share nothing. Read again when it changes.
+            token decides its tenant, and tenants share nothing. Read again when it changes; without entries it admits
+            nobody.
         encryption_keys: A file with the keys that records are encrypted with before they are stored (see
             docs/encryption.md), or `command:` and a command that prints such a file. Read again when it changes.
         memory_bytes: Size of the memory tier. It must hold the hits of a node's concurrent requests: one prompt of
@@ -301,7 +302,10 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
     try:
         settings = Settings(**{**weaker, **given})
     except ValidationError as error:
-        raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given})) from None
+        typed = dict.fromkeys(from_file, f"in {config}")
+        typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in in_environment}
+        typed |= {name: f"as --{name.replace('_', '-')}" for name in given}
+        raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given}, typed)) from None
     settings._sources = {
         **dict.fromkeys(from_file, "file"),
         **dict.fromkeys(in_environment, "environment"),
@@ -346,8 +350,8 @@ def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
             raise InvalidRequest(f"unknown {what} {_cut(spell(name))}: did you mean {spell(near)}?")
 
 
-def _explain(error: ValidationError, seen: Mapping[str, object]) -> str:
-    """Every wrong field: its name, what was expected, what was seen."""
+def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[str, str] | None = None) -> str:
+    """Every wrong field: its name, how or where it was typed, what was expected, what was seen."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         name = str(problem["loc"][0])
@@ -356,7 +360,8 @@ def _explain(error: ValidationError, seen: Mapping[str, object]) -> str:
         value = seen.get(name)
         value = without_secrets(value) if isinstance(value, str) else value
         shown = "" if "seen=" in expected else f" seen={_cut(_shown(value))}"
-        lines.append(f"setting {name}: {_cut(expected, 3 * _SHOWN_CHARS_MAX)}{shown}")
+        where = f" (given {typed[name]})" if typed and name in typed else ""
+        lines.append(f"setting {name}: {_cut(expected, 3 * _SHOWN_CHARS_MAX)}{shown}{where}")
     return "; ".join(lines)
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = chosen.stages.split(",")
     if unknown := set(wanted) - set(STAGES):
         parser.error(f"unknown stages: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    report = Report(chosen.out, wanted)
+    try:
+        report = Report(chosen.out, wanted)
+    except (OSError, ValueError) as error:
+        parser.error(f"--out: cannot write {chosen.out}: {error}")
     end_s = time.monotonic() + chosen.limit_s
+    try:
+        _run_stages(wanted, end_s, report)
+    except KeyboardInterrupt:
+        print("gpu kit: interrupted; what was measured until then is kept", file=sys.stderr)
+        return 130
+    finally:
+        if chosen.out is None:
+            print(json.dumps(report.values, indent=1))
+    return 1 if any(stage["status"] == "failed" for stage in report.values["stages"].values()) else 0
+
+
+def _run_stages(wanted: Sequence[str], end_s: float, report: Report) -> None:
     for name in wanted:
         limit_s = min(STAGES[name], end_s - time.monotonic())
         if limit_s <= 0:
             report.ended(name, "not run: no time was left", 0.0)
             continue
         started_s = time.monotonic()
-        status, error = _run_stage(name, limit_s, lambda result, name=name: report.result(name, result))  # type: ignore[misc]
+        try:
+            status, error = _run_stage(name, limit_s, partial(report.result, name))
+        except KeyboardInterrupt:
+            report.ended(name, "interrupted", time.monotonic() - started_s)
+            raise
         report.ended(name, status, time.monotonic() - started_s, error)
-    if chosen.out is None:
-        print(json.dumps(report.values, indent=1))
-    return 1 if any(stage["status"] == "failed" for stage in report.values["stages"].values()) else 0
 
 
 class Report:
@@ -102,6 +119,8 @@ class Report:
 
     def _write(self) -> None:
         if self._path is not None:
+            if self._path.is_dir():
+                raise IsADirectoryError(f"{self._path} is a directory: name a file")
             beside = self._path.with_name(self._path.name + ".part")
             beside.write_text(json.dumps(self.values, indent=1) + "\n")
             beside.replace(self._path)
@@ -124,7 +143,7 @@ def _run_stage(name: str, limit_s: float, on_result: Callable[[dict[str, Any]], 
                 sys.stderr.write(line)
                 sys.stderr.flush()
 
-        watcher = threading.Thread(target=pass_on)
+        watcher = threading.Thread(target=pass_on, daemon=True)
         watcher.start()
         is_late = threading.Event()
 
@@ -133,17 +152,23 @@ def _run_stage(name: str, limit_s: float, on_result: Callable[[dict[str, Any]], 
             process.kill()
 
         timer = threading.Timer(limit_s, end)
+        timer.daemon = True
         timer.start()
-        for line in process.stdout:
-            word, _, text = line.partition(" ")
-            if word == _WORD:
-                told = json.loads(text)
-                if "status" in told:
-                    status = told["status"]
-                else:
-                    on_result(told)
-        process.wait()
-        timer.cancel()
+        try:
+            for line in process.stdout:
+                word, _, text = line.partition(" ")
+                if word == _WORD:
+                    told = json.loads(text)
+                    if "status" in told:
+                        status = told["status"]
+                    else:
+                        on_result(told)
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
         watcher.join()
     if is_late.is_set():
         return "failed", f"ended after {limit_s:.0f} s\n{''.join(last)}"

@@ -261,6 +261,11 @@ class InlineStreams:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidRequest(
+                "this machine has no such memory for pages; lower pinned_bytes", num_bytes=num_bytes
+            ) from error
 
     host_arena = host_memory

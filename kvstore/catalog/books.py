@@ -131,6 +131,8 @@ class FileBook(Book):
     def _replace(self, texts: Mapping[str, str]) -> None:
         fresh = self._path.with_name(f"{self._path.name}.new")
         try:
+            fresh.unlink(missing_ok=True)
+            fresh.touch(mode=0o600, exist_ok=False)  # for its owner alone, whatever the folder's mode
             fresh.write_text(json.dumps(texts))
             fresh.replace(self._path)
         except OSError as error:

@@ -14,6 +14,7 @@ Argument = bytes | str | int
 Command = Sequence[Argument]
 
 _INTEGER_MAX = 1 << 63
+_TEXTS = frozenset({bytes, type(None)})
 
 Form = Callable[[Any], bool]
 
@@ -35,7 +36,7 @@ def _is_done(reply: Any) -> bool:
 
 
 def _is_texts(reply: Any) -> bool:
-    return isinstance(reply, list) and all(map(_is_text, reply))
+    return isinstance(reply, list) and set(map(type, reply)) <= {bytes}
 
 
 def _is_pairs(reply: Any) -> bool:
@@ -88,7 +89,7 @@ def check_reply(command: Command, reply: Any) -> None:
     """
     verb = str(command[0])
     if verb == "MGET":
-        is_right = isinstance(reply, list) and len(reply) == len(command) - 1 and all(map(_is_text_or_none, reply))
+        is_right = isinstance(reply, list) and len(reply) == len(command) - 1 and set(map(type, reply)) <= _TEXTS
     elif verb == "EVALSHA":
         is_right = _is_text_or_none(reply) if command[1] == START.sha else _is_number(reply)
     else:

@@ -61,7 +61,7 @@ def asked(url: str, timeout_s: float, verb: str, token_file: Path | None, config
     """
     settings = load_settings({}, config=config)
     token = token_of(settings, token_file)
-    url = url or service_url(settings)
+    url = url or _running(settings, token_file, config, timeout_s) or service_url(settings)
     is_private = url == EMBEDDED
     name = f"unix:{private_socket_path(EmbeddedOptions().directory)}" if is_private else url
     try:
@@ -76,8 +76,23 @@ def asked(url: str, timeout_s: float, verb: str, token_file: Path | None, config
         with quieted(), BlockingStore(name, token=token or None, options=options) as store:
             yield Asked(store, deadline, name)
     except Unavailable as error:
-        step = _next_step(str(error), is_private=is_private, has_token=bool(token))
-        raise Unavailable(f"{error.message}: {step}", **error.details) from error
+        said = str(error)
+        step = _next_step(said, is_private=is_private, has_token=bool(token))
+        message = "the service answers, and refuses this token" if "token" in said else error.message
+        raise Unavailable(f"{message}: {step}", **error.details) from error
+
+
+def _running(settings: Settings, token_file: Path | None, config: Path | None, timeout_s: float) -> str:
+    """The address that the administration interface tells, where nothing here names one and no private service runs;
+    empty: none.
+    """
+    private = private_socket_path(EmbeddedOptions().directory)
+    if service_url(settings) != EMBEDDED or private.exists():
+        return ""
+    from kvstore.cli.store_in_use import store_in_use  # with what it stands on, which probes need not load
+
+    store = store_in_use("", token_file, config, timeout_s)
+    return str(store.settings.listen) if store.told_by else ""
 
 
 def service_url(settings: Settings) -> str:

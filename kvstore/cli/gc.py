@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import amounts_text, echo_json
+from kvstore.cli.shown import amounts_text, counted, echo_json
 from kvstore.cli.watching import watched
 
 __all__ = ["gc"]
@@ -40,7 +40,7 @@ def gc(
     for kind, words in _WORDS.items():
         typer.echo(f"{'deleted' if yes else 'would delete'}, {words}: {amounts_text(report[kind])}")
     if report["num_pinned"]:
-        typer.echo(f"kept, pinned: {report['num_pinned']:,} boundaries")
+        typer.echo(f"kept, pinned: {counted(report['num_pinned'], 'boundary', 'boundaries')}")
     for namespace in report["undescribed_namespaces"]:
         typer.echo(f"skipped, without a description: namespace {namespace}")
     for note in report["notes"]:

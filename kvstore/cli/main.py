@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
@@ -66,7 +66,25 @@ class _Verbs(TyperGroup):
             verb = alone
         command = typer.main.get_command(verb)
         command.name = cmd_name
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.get_params = _plain_flags(one.get_params)
         return command
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain_flags(super().get_params)(ctx)
+
+
+def _plain_flags(get_params: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The parameters of a command; help shows no type behind those that take no value."""
+
+    def plain(ctx: Any) -> Any:
+        params = get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+    return plain
 
 
 app = typer.Typer(

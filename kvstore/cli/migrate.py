@@ -20,7 +20,7 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.bars import bar_of
 from kvstore.cli.options import Config, parse_size
 from kvstore.cli.quieting import quieted
-from kvstore.cli.store_in_use import store_in_use
+from kvstore.cli.store_in_use import ServiceUrl, store_in_use
 from kvstore.cli.tables import print_table
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_retention import open_ownership
@@ -81,7 +81,7 @@ async def open_runner(
 
 
 @migrate.command()
-def status(config: Config = None, json_: AsJson = False) -> int:
+def status(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
     """Show the latest migration and its progress. Reads no record."""
 
     async def ask(settings: Settings) -> State | None:
@@ -89,7 +89,7 @@ def status(config: Config = None, json_: AsJson = False) -> int:
             return await runner.state()
 
     with quieted():
-        state = asyncio.run(ask(_settings(config)))
+        state = asyncio.run(ask(_settings(config, url)))
     if json_:
         typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
     elif state is None:
@@ -100,9 +100,9 @@ def status(config: Config = None, json_: AsJson = False) -> int:
 
 
 @migrate.command()
-def plan(config: Config = None, json_: AsJson = False) -> int:
+def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
     """Show what a run would process: records and bytes by tier and tenant. Changes nothing and reads no record."""
-    settings = _settings(config)
+    settings = _settings(config, url)
 
     async def ask() -> list[dict[str, object]]:
         async with open_runner(settings) as runner:
@@ -128,32 +128,33 @@ def plan(config: Config = None, json_: AsJson = False) -> int:
 
 
 @migrate.command()
-def run(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
+def run(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", json_: AsJson = False) -> int:
     """Copy each record that is not under the current key to a new one that is, and compare the two. Removes nothing.
 
     After an interruption run it again, on any node: it continues. Exit status: 0 done, 3 some records were left as they
     are, 1 a tier failed or another run is active, 2 a wrong call, 130 interrupted.
     """
-    return _work(config, rate, json_, call=Runner.copy, word="copying")
+    return _work(config, url, rate, json_, call=Runner.copy, word="copying")
 
 
 @migrate.command()
-def finish(config: Config = None, rate: Rate = "100MiB", json_: AsJson = False) -> int:
+def finish(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", json_: AsJson = False) -> int:
     """Copy records saved since, then remove each old record that has its new one. Then the old key can be deleted.
 
     Exit status: as for run; 3 also if some old records were not removed.
     """
-    return _work(config, rate, json_, call=Runner.finish, word="finishing", then=_forget_keys)
+    return _work(config, url, rate, json_, call=Runner.finish, word="finishing", then=_forget_keys)
 
 
 @migrate.command()
-def abort(config: Config = None, json_: AsJson = False) -> int:
+def abort(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
     """Cancel the migration. New records that it made stay and are read; nothing is removed."""
-    return _work(config, "1GiB", json_, call=Runner.abort, word="aborting")
+    return _work(config, url, "1GiB", json_, call=Runner.abort, word="aborting")
 
 
 def _work(
     config: Path | None,
+    url: str,
     rate: str,
     json_: bool,
     *,
@@ -161,7 +162,7 @@ def _work(
     word: str,
     then: Callable[[Settings, State], Awaitable[None]] | None = None,
 ) -> int:
-    settings, byte_rate = _settings(config), ByteRate(parse_size(rate, "rate"))
+    settings, byte_rate = _settings(config, url), ByteRate(parse_size(rate, "rate"))
 
     async def work() -> State:
         with _bar(quiet=json_) as bar:
@@ -178,9 +179,9 @@ def _work(
     return INCOMPLETE if any(state.totals.get(name) for name in _LEFT_ALONE) else 0
 
 
-def _settings(config: Path | None) -> Settings:
+def _settings(config: Path | None, url: str) -> Settings:
     """Those of the service that runs, else those here; said on stderr."""
-    store = store_in_use("", None, config)
+    store = store_in_use(url, None, config)
     store.check()
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:

@@ -50,8 +50,11 @@ def unpin(
     prefix = whole_prefix(prefix)
     with administered(admin_url, token_file, timeout_s, config) as client:
         whole = whole_namespace(client, namespace)
+        until_s = client.get("prefixes", whole, prefix, children_limit=0)["pinned_until_s"]
         client.call("DELETE", "pins", whole, prefix)
     if json_:
-        echo_json({"namespace": whole, "prefix": prefix, "pinned_until_s": 0})
+        echo_json({"namespace": whole, "prefix": prefix, "pinned_until_s": 0, "was_pinned_until_s": until_s})
+    elif until_s:
+        typer.echo(f"unpinned, it was pinned until {time_text(until_s)} UTC: {prefix}")
     else:
-        typer.echo(f"not pinned: {prefix}")
+        typer.echo(f"nothing to do, it was not pinned: {prefix}")

@@ -19,6 +19,7 @@ from kvstore.cli.administering import AdminClient
 from kvstore.cli.bars import bar_of
 from kvstore.cli.options import Config, TokenFile
 from kvstore.cli.quieting import quieted
+from kvstore.cli.shown import bytes_text, counted
 from kvstore.cli.store_in_use import ByService, ServiceUrl, StoreInUse, client_of, store_in_use
 from kvstore.cli.watching import watched
 from kvstore.client.embedded import default_directory
@@ -133,7 +134,7 @@ def _shower(progress: Progress, location: str) -> Callable[[ReindexReport], None
     bar = progress.add_task(f"{location}: listing", total=None)
 
     def show(report: ReindexReport) -> None:
-        text = f"{location}: {report.num_records:,} records, {report.num_bytes / 1e9:,.1f} GB"
+        text = f"{location}: {report.num_records:,} records, {bytes_text(report.num_bytes)}"
         progress.update(bar, description=text)
 
     return show
@@ -201,7 +202,8 @@ def _bar(*, quiet: bool) -> Progress:
 
 def _show(name: str, report: ReindexReport) -> None:
     typer.echo(
-        f"{name}: {report.num_records:,} records, {report.num_bytes:,} bytes, {len(report.namespaces)} namespaces"
+        f"{name}: {counted(report.num_records, 'record', 'records')}, {bytes_text(report.num_bytes)}, "
+        f"{counted(len(report.namespaces), 'namespace', 'namespaces')}"
     )
     if report.num_skipped:
         typer.echo(f"  in the catalog already: {report.num_skipped:,}")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import amounts_text, echo_json, parse_duration, whole_namespace, whole_prefix
+from kvstore.cli.shown import amounts_text, counted, echo_json, parse_duration, whole_namespace, whole_prefix
 from kvstore.cli.watching import watched
 from kvstore.errors import InvalidRequest
 
@@ -69,7 +69,7 @@ def rm(
         return
     typer.echo(f"{'deleted' if yes else 'would delete'}: {amounts_text(report['by_tier'])}")
     if report["num_pinned"]:
-        typer.echo(f"kept, pinned: {report['num_pinned']:,} boundaries")
+        typer.echo(f"kept, pinned: {counted(report['num_pinned'], 'boundary', 'boundaries')}")
     if not yes and report["by_tier"]:
         typer.echo("nothing was deleted: add --yes to do it")
 

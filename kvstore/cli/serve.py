@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvstore.cli.readiness import notify_ready
+from kvstore.runtime.sizes import format_bytes
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.main import serve_settings
 from kvstore.service.server import Server
@@ -27,8 +29,9 @@ def serve(config: Path | None = None, **flags: Any) -> None:
 
 def _say_ready(server: Server) -> None:
     console = Console(stderr=True, soft_wrap=True)
-    for address in server.addresses:
-        console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
+    with suppress(OSError):  # stderr may be a file on a full disk: the service serves all the same
+        for address in server.addresses:
+            console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
     notify_ready(f"serves engines at {', '.join(map(str, server.addresses))}")
 
 
@@ -46,6 +49,16 @@ def _described() -> dict[str, str]:
     return entries
 
 
+def _default_text(name: str) -> str:
+    """The default of a setting as it would be typed, on this machine."""
+    value = Settings.model_fields[name].get_default(call_default_factory=True)
+    if not value and not isinstance(value, int | float):
+        return "not set"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return format_bytes(value)
+    return str(value).removeprefix("tcp://")
+
+
 def _parameter(name: str, annotation: Any, *declarations: str, **option: Any) -> inspect.Parameter:
     default = typer.Option(None, *declarations, show_default=False, **option)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -55,7 +68,13 @@ def _signature() -> inspect.Signature:
     helps = _described()
     config = _parameter("config", Path | None, "--config", help="TOML file with settings; else $KVSTORE_CONFIG.")
     settings = [
-        _parameter(name, str | None, "--" + name.replace("_", "-"), metavar="VALUE", help=escape(helps.get(name, "")))
+        _parameter(
+            name,
+            str | None,
+            "--" + name.replace("_", "-"),
+            metavar="VALUE",
+            help=escape(f"{helps.get(name, '')} [default: {_default_text(name)}]"),
+        )
         for name in Settings.model_fields
     ]
     return inspect.Signature([config, *settings])

@@ -76,7 +76,8 @@ def _show_differences(one: dict[str, Any], other: dict[str, Any], *, json_: bool
     for field, values in sorted(differences.items()):
         table.add_row(escape(field), *("-" if value is None else escape(str(value)) for value in values))
     print_table(table)
-    typer.echo(f"{len(differences):,} fields differ, {num_equal:,} are equal")
+    differ = "1 field differs" if len(differences) == 1 else f"{len(differences):,} fields differ"
+    typer.echo(f"{differ}, {num_equal:,} {'is' if num_equal == 1 else 'are'} equal")
 
 
 def _show_namespace(found: dict[str, Any]) -> None:

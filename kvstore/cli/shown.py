@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `status`, which probes run every few seconds, needs none of
 __all__ = [
     "amounts_text",
     "bytes_text",
+    "counted",
     "echo_json",
     "held_text",
     "namespace_name",
@@ -47,6 +48,11 @@ def bytes_text(num_bytes: float | None) -> str:
             break
         size /= 1024
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def counted(number: float, one: str, many: str) -> str:
+    """A number with its noun, like `1 boundary` or `1,024 boundaries`."""
+    return f"{number:,.0f} {one if number == 1 else many}"
 
 
 def held_text(held: Mapping[str, Any]) -> str:
@@ -116,7 +122,8 @@ def amounts_text(by_tier: Mapping[str, Any]) -> str:
     """Boundaries, records and bytes per tier."""
     return (
         ", ".join(
-            f"{one['num_boundaries']:,} boundaries in {tier} ({one['num_records']:,} records, "
+            f"{counted(one['num_boundaries'], 'boundary', 'boundaries')} in {tier} "
+            f"({counted(one['num_records'], 'record', 'records')}, "
             f"{bytes_text(one['num_bytes'])})"
             for tier, one in by_tier.items()
         )

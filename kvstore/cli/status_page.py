@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.shown import bytes_text
+from kvstore.cli.shown import bytes_text, counted
 from kvstore.cli.status_findings import Finding, by_label, findings, part_of
 
 __all__ = ["page_of"]
@@ -122,7 +122,8 @@ def _left(counters: Mapping[str, float]) -> Iterator[str]:
     if sum(causes.values()):
         told = ", ".join(f"{cause} {num:,.0f}" for cause, num in sorted(causes.items(), key=lambda one: -one[1]) if num)
         freed = bytes_text(sum(by_label(counters, "retention_bytes", "reason").values()))
-        yield f"left since its start: {sum(causes.values()):,.0f} boundaries, {freed} ({escape(told)})"
+        boundaries = counted(sum(causes.values()), "boundary", "boundaries")
+        yield f"left since its start: {boundaries}, {freed} ({escape(told)})"
     for tier, num in by_label(counters, "tier_evicted_records", "tier").items():
         if num:
             yield f"left {escape(tier)} since its start, one by one: {num:,.0f} records"
@@ -144,7 +145,8 @@ def _waiting(values: Mapping[str, Any]) -> Iterator[str]:
     for name, queue in values.get("write_back", {}).items():
         if queue["records"]:
             has_any = True
-            yield f"{queue['records']:,} records ({bytes_text(queue['bytes'])}) wait here for {escape(name)}"
+            records = counted(queue["records"], "record", "records")
+            yield f"{records} ({bytes_text(queue['bytes'])}) wait here for {escape(name)}"
     if num_records := counters.get("pending_records", 0):
         has_any = True
         limit = counters.get("pending_limit_bytes")
@@ -163,7 +165,7 @@ def _engines(name: str, values: Mapping[str, Any]) -> Iterator[str]:
     if num_connections is None:
         yield opened
     elif num_connections:
-        yield f"{num_connections:,} connections; {opened}"
+        yield f"{counted(num_connections, 'connection', 'connections')}; {opened}"
         names = [escape(engine) for engine in service.get("engines", ())]
         yield from names[:_NAMES_MAX]
         if len(names) > _NAMES_MAX:
@@ -176,6 +178,9 @@ def _engines(name: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 def _memory(values: Mapping[str, Any]) -> Iterator[str]:
     memory, leases, service = values.get("tiers", {}).get("memory", {}), values.get("leases", {}), values["service"]
+    if "used_bytes" not in memory:
+        yield f"{bytes_text(leases.get('pinned_bytes', 0))} are leased to this tenant; a tenant is told no more"
+        return
     used, limit = memory.get("used_bytes", 0), memory.get("limit_bytes") or 0
     text = f"{bytes_text(used)} of {bytes_text(limit)} hold pages ({part_of(used, limit)})"
     if leases.get("active"):

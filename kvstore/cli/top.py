@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text, namespace_name
+from kvstore.cli.shown import bytes_text, counted, echo_json, held_text, namespace_name
 from kvstore.cli.status_findings import part_of
 from kvstore.cli.tables import console_of, table_of
 from kvstore.errors import Unavailable
@@ -138,8 +138,9 @@ def _headline(url: str, seen: Mapping[str, Any], before: Mapping[str, Any] | Non
     now = seen["counters"]
     if now is None:
         return f"[bold]kvstore at {escape(url)}[/bold] (counters need an operator's token)"
+    connections = counted(now["sessions"], "connection", "connections")
     lines = [
-        f"[bold]kvstore at {escape(url)}[/bold], up {_span(now['uptime_s'])}, {now['sessions']:,.0f} connections",
+        f"[bold]kvstore at {escape(url)}[/bold], up {_span(now['uptime_s'])}, {connections}",
         _rates("since its start", now, None),
     ]
     then = before["counters"] if before is not None else None

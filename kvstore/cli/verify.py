@@ -92,7 +92,7 @@ async def _walk(tier: Tier, namespace: NamespaceId | None, rate: ByteRate, progr
 
 
 def _bar(*, quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     return bar_of(*columns, TimeRemainingColumn(), quiet=quiet)
 
 

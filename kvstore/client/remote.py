@@ -199,7 +199,7 @@ class RemoteStore(PageStore):
             )
         return answer.values
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         await self._tell_first(deadline)
         async with self._control(deadline) as connection:
             answer, _ = await connection.ask(messages.Status, messages.StatusReply, deadline=deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.errors import InvalidRequest
 from kvstore.eviction.auto import Auto
 from kvstore.eviction.cache import PrefixCache
 from kvstore.eviction.candidates import AUTO, CANDIDATES, LiveAdmission, parse_candidate
@@ -77,7 +78,11 @@ def check_policy(name: str) -> str:
         InvalidRequest: There is no such policy.
     """
     if name not in (AUTO, CLAIRVOYANT):
-        parse_candidate(name)
+        try:
+            parse_candidate(name)
+        except InvalidRequest as error:
+            all_ = f"expected {AUTO}, {CLAIRVOYANT}, or one of "
+            raise InvalidRequest(error.message.replace("expected one of ", all_), **error.details) from error
     return name
 
 

@@ -32,22 +32,25 @@ def check_store_version(note: bytes | None, tier: str) -> None:
         tier: Name of the tier.
 
     Raises:
-        UnsupportedFormat: Its version is newer.
-        Unavailable: It cannot be read, so that nobody can tell whether this release may write there.
+        UnsupportedFormat: Its version is newer, or is told in a form that this release does not know.
+        Unavailable: It is damaged, so that nobody can tell whether this release may write there.
     """
     if note is None:
         return
     try:
-        version = int(json.loads(bytes(note))["kvstore_store_version"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        told = json.loads(bytes(note))
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
         raise Unavailable(
             "the version of the tier cannot be read, so nothing is written to it: if no newer release has used it, "
             "remove the damaged note",
             tier=tier,
             note=manifest_name(STORE_VERSION_PLACE),
             seen=bytes(note[:40]),
-        ) from error
-    if not 1 <= version <= STORE_VERSION:
+        )
+    version = told.get("kvstore_store_version", "unreadable")
+    if not isinstance(version, int) or not 1 <= version <= STORE_VERSION:
         raise UnsupportedFormat(
             "the tier was migrated by a newer release, nothing is written to it: upgrade this one, or look at it by "
             "`kvstore migrate status`",

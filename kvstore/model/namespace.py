@@ -121,7 +121,8 @@ class NamespaceDescription:
 
 def name_of(fields: Mapping[str, Any]) -> str:
     """As `NamespaceDescription.name`, of the fields of a description."""
-    model, dtype, cache = (str(fields.get(name, "")) for name in ("architecture", "compute_dtype", "cache_dtype"))
+    model = str(fields.get("architecture") or fields.get("model") or "")
+    dtype, cache = (str(fields.get(name, "")) for name in ("compute_dtype", "cache_dtype"))
     name = f"{model} {dtype}".strip() or "a model without a name"
     return f"{name}, cache {cache}"[:_NAME_MAX] if cache not in ("", "auto", dtype) else name[:_NAME_MAX]
 

@@ -37,7 +37,7 @@ class Answers:
 
     Args:
         store: Holds the pages.
-        describe: The service's own part of `status`.
+        describe: The service's own part of `status`, for a tenant; empty: all of it.
         settings: A part of `status` for peers that may see everything, as `told_settings` returns it.
 
     A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
@@ -46,7 +46,7 @@ class Answers:
     def __init__(
         self,
         store: PageStore,
-        describe: Callable[[], Mapping[str, object]],
+        describe: Callable[[str], Mapping[str, object]],
         settings: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.store = store
@@ -109,12 +109,10 @@ class Answers:
                 values = await self.store.explain(convert.plain_text(request.request), deadline=deadline, tenant=whose)
                 return messages.Explained(request.id, values)
             case messages.Status():
-                values = dict(await self.store.status(deadline=deadline))
+                values = dict(await self.store.status(deadline=deadline, tenant=tenant))
                 if sees_all:
                     values |= self._settings
-                elif isinstance(quotas := values.get("quotas"), Mapping):
-                    values["quotas"] = {name: quota for name, quota in quotas.items() if name == tenant}
-                return messages.StatusReply(request.id, {**values, "service": dict(self._describe())})
+                return messages.StatusReply(request.id, {**values, "service": dict(self._describe(tenant))})
             case _:
                 raise InternalError("a request without an answer", type=request.type)
 

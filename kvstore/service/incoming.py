@@ -19,12 +19,14 @@ class Receipt:
     Attributes:
         window_bytes: Its part of the connection's credit.
         grant: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
+        share: Its part of what its tenant may take of that budget.
         payload: What has arrived in full; only here, so that its memory is free once the save is settled.
     """
 
     window_bytes: int
     grant: Grant | None
     _settle: Callable[[Receipt], None]
+    share: Grant | None = None
     payload: memoryview | None = None
     _settled: bool = False
 
@@ -47,9 +49,13 @@ class Incoming:
     Args:
         budget: Shared by all connections.
         credit_bytes: This connection's window; a larger payload is admitted if it is alone.
+
+    Attributes:
+        share: What its tenant may take of the budget; `None`: all.
     """
 
     def __init__(self, budget: ByteBudget, credit_bytes: int) -> None:
+        self.share: ByteBudget | None = None
         self._budget = budget
         self._credit_bytes = credit_bytes
         self._used_bytes = 0
@@ -67,8 +73,13 @@ class Incoming:
         if self._used_bytes + window > self._credit_bytes:
             raise InvalidRequest("saves exceed the credit", credit_bytes=self._credit_bytes, used=self._used_bytes)
         self._used_bytes += window
-        self._current = Receipt(window, self._budget.try_take(payload_bytes), self._give_back)
-        return self._current.grant is not None
+        receipt = self._current = Receipt(window, None, self._give_back)
+        if self.share is None:
+            receipt.grant = self._budget.try_take(payload_bytes)
+        else:
+            receipt.share = self.share.try_take(min(payload_bytes, self.share.limit_bytes))
+            receipt.grant = self._budget.try_take(payload_bytes) if receipt.share is not None else None
+        return receipt.grant is not None
 
     async def wait(self, payload_bytes: int, deadline: Deadline) -> bool:
         """Wait for room until `deadline`. False: there was none; the payload must be dropped."""
@@ -76,8 +87,11 @@ class Incoming:
             raise InternalError("waited for a payload that did not begin")
         try:
             async with deadline.scope("room for a record"):
+                if self.share is not None and self._current.share is None:
+                    self._current.share = await self.share.take(min(payload_bytes, self.share.limit_bytes))
                 self._current.grant = await self._budget.take(payload_bytes)
         except Unavailable:
+            self._return(self._current)
             return False
         return True
 
@@ -91,8 +105,7 @@ class Incoming:
         receipt = self._current
         if receipt is None or receipt.grant is None:
             return False
-        self._budget.give_back(receipt.grant)
-        receipt.grant = None
+        self._return(receipt)
         return True
 
     def finish(self) -> Receipt:
@@ -106,5 +119,11 @@ class Incoming:
 
     def _give_back(self, receipt: Receipt) -> None:
         self._used_bytes -= receipt.window_bytes
+        self._return(receipt)
+
+    def _return(self, receipt: Receipt) -> None:
         if receipt.grant is not None:
             self._budget.give_back(receipt.grant)
+        if receipt.share is not None and self.share is not None:
+            self.share.give_back(receipt.share)
+        receipt.grant = receipt.share = None

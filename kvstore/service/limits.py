@@ -15,8 +15,8 @@ class ServiceLimits:
     """Bounds on what peers can make the service hold.
 
     Attributes:
-        receive_bytes: Bytes of saves being received or stored, over all connections. Too few stall savers; too many
-            are memory that the tiers do not get.
+        receive_bytes: Bytes of saves being received or stored, over all connections; one tenant takes three quarters of
+            it at most. Too few stall savers; too many are memory that the tiers do not get.
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.

@@ -16,8 +16,12 @@ __all__ = ["LogFormat", "ServiceFormatter", "log_to_stderr", "shape_logs"]
 
 LogFormat = Literal["text", "json"]
 
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127) if code not in (9,)} | {10: "\\n", 13: "\\r"}
-"""Escapes control characters: what a peer sent can neither begin another line nor move a terminal's cursor."""
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {10: "\\n", 13: "\\r"}
+_LINES_AND_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+_ESCAPED = _CONTROL | {code: f"\\u{code:04x}" for code in _LINES_AND_DIRECTIONS}
+"""Escapes control characters, and what begins a line or turns the direction of text in Unicode: what a peer sent can
+neither begin another line, nor move a terminal's cursor, nor show text in another order."""
+_ESCAPED_IN_TRACEBACKS = {code: text for code, text in _ESCAPED.items() if code != 10}
 
 
 class ServiceFormatter(logging.Formatter):
@@ -40,12 +44,12 @@ class ServiceFormatter(logging.Formatter):
         """The line, without a line end."""
         if self._format == "json":
             return self._json(record)
-        return without_secrets(super().format(record), self._secrets)
+        return without_secrets(super().format(record).translate(_ESCAPED_IN_TRACEBACKS), self._secrets)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """A line of text before its traceback."""
         known = "".join(f" {name}={value}" for name, value in request_context.get().fields().items())
-        return (super().formatMessage(record) + known).translate(_CONTROL)
+        return (super().formatMessage(record) + known).translate(_ESCAPED)
 
     def _json(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -15,7 +15,7 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
-from kvstore.service.admission import PeerAdmission
+from kvstore.service.admission import NO_TENANT, PeerAdmission
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits
@@ -71,6 +71,7 @@ class Server:
         self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
+        self._receive_shares: dict[str, ByteBudget] = {}
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._looking = Background("server-looks")
@@ -103,24 +104,35 @@ class Server:
         """Seconds since the last peer left, or since the start; zero while a peer is connected."""
         return 0.0 if self._sessions else SYSTEM_CLOCK.monotonic_s() - self._quiet_since_s
 
-    def describe(self) -> Mapping[str, object]:
-        """What `status` says of the service itself. Safe from any thread."""
+    def describe(self, tenant: str = "") -> Mapping[str, object]:
+        """What `status` says of the service itself. Safe from any thread.
+
+        Args:
+            tenant: Whose connections; empty: everybody's, with what the service has of them together.
+        """
         sessions = list(self._sessions)  # in one go: peers come and go on the loop meanwhile
+        if tenant:
+            sessions = [session for session in sessions if session.tenant == tenant]
         of_engines = [session for session in sessions if not session.client.startswith(_VERB)]
-        return {
+        told = {
             "release": kvstore.__version__,
-            "pid": os.getpid(),
             "uptime_s": round(SYSTEM_CLOCK.monotonic_s() - self._started_s, 3),
-            "addresses": [str(address) for address in self.addresses],
             "sessions": len(sessions),
-            "sessions_total": self._num_sessions,
             "sessions_of_engines": len(of_engines),
             "requests_running": sum(session.num_running for session in sessions),
+            "clients": sorted({session.client for session in sessions if session.client}),
+            "engines": sorted({session.client for session in of_engines if session.client}),
+        }
+        if tenant:
+            return told
+        return {
+            **told,
+            "pid": os.getpid(),
+            "addresses": [str(address) for address in self.addresses],
+            "sessions_total": self._num_sessions,
             "request_bytes_used": self._requests.used,
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
-            "clients": sorted({session.client for session in sessions if session.client}),
-            "engines": sorted({session.client for session in of_engines if session.client}),
         }
 
     async def _look_again_and_again(self) -> None:
@@ -163,12 +175,21 @@ class Server:
             self._limits,
             self._budget,
             tracing=self._tracing,
+            share_of=self._share_of,
             newcomer=newcomer,
             requests=self._requests,
             on_made=self._made,
             on_ended=self._ended,
         )
         return made.connection
+
+    def _share_of(self, tenant: str) -> ByteBudget | None:
+        """What a tenant may take of the room for saves; the peers without one are our own user's, and may take all."""
+        if tenant == NO_TENANT:
+            return None
+        if tenant not in self._receive_shares:
+            self._receive_shares[tenant] = ByteBudget(max(1, self._limits.receive_bytes * 3 // 4))
+        return self._receive_shares[tenant]
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)

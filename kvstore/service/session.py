@@ -68,6 +68,7 @@ class Session:
         limits: Bounds of this connection.
         budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
         tracing: Makes a span of each request; `None`: no tracing.
+        share_of: What of `budget` a tenant may take at most; `None`: all of it.
         newcomer: Its place among the connections that have not said hello; `None`: they are not bounded.
         requests: Bytes of unanswered requests over all sessions, shared among tenants; `None`: of this one alone.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
@@ -82,6 +83,7 @@ class Session:
         budget: ByteBudget,
         *,
         tracing: Tracing | None = None,
+        share_of: Callable[[str], ByteBudget | None] = lambda _: None,
         newcomer: Newcomer | None = None,
         requests: Shares | None = None,
         on_made: Callable[[Session], None],
@@ -95,6 +97,7 @@ class Session:
         self.tenant = ""
         self.number = 0
         self.leases: set[LeaseId] = set()
+        self._share_of = share_of
         self._newcomer = newcomer
         self._answers = answers
         self._tracing = tracing
@@ -110,7 +113,7 @@ class Session:
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._loaded_bytes = 0  # of loads that are being sent
-        self._unread, self._unsent = Stall(), Stall()
+        self._sends, self._reads = Stall(), Stall()  # of its peer
         self._greeting: asyncio.TimerHandle | None = None
 
     @property
@@ -132,17 +135,19 @@ class Session:
             now_s: On the monotonic clock.
         """
         is_in_head = self.connection.reader.is_in_head
-        if is_in_head or self._incoming.holds_room:
-            silent_s = self._unread.seconds(self.connection.received_bytes, now_s)
+        if self.connection.is_held:  # it is we who do not read
+            silent_s = self._sends.ended()
+        elif is_in_head or self._incoming.holds_room:
+            silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
         else:
-            silent_s = self._unread.ended()
+            silent_s = self._sends.ended()
         if silent_s >= self._limits.silence_timeout_s:
             self._give_up()
             if is_in_head:
                 self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
         if not self.held_bytes and self.connection.queued_bytes < PROGRESS_BYTES:
-            return self._unsent.ended()
-        return self._unsent.seconds(self.connection.arrived_bytes, now_s)
+            return self._reads.ended()
+        return self._reads.seconds(self.connection.arrived_bytes, now_s)
 
     # called by the connection
 
@@ -228,6 +233,7 @@ class Session:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
         self.grant = self._admission.check(self.connection, message.token)
         self.tenant = self.grant.tenant or NO_TENANT
+        self._incoming.share = self._share_of(self.tenant)
         self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
         if self._greeting is not None:
             self._greeting.cancel()
@@ -270,7 +276,7 @@ class Session:
             error = InvalidRequest("the token may not save or discard: give it the scope save", field="token")
         elif isinstance(request, messages.Save) and receipt.dropped:
             error = Unavailable("no room to receive this record before its deadline")
-        elif not self._requests.try_take(self.tenant, num_bytes := _bytes_of(request)):
+        elif (num_bytes := _bytes_of(request)) > self._requests.left_for(self.tenant):
             error = Unavailable("too many long requests are in flight", limit_bytes=self._requests.limit)
         if error is not None:
             receipt.settle()
@@ -293,6 +299,7 @@ class Session:
             if self._request_bytes <= self._limits.connection_request_bytes:
                 self.connection.go_on()
 
+        self._requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes
         if self._request_bytes > self._limits.connection_request_bytes:
             self.connection.hold()

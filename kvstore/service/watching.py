@@ -119,7 +119,9 @@ class Watcher:
     def _tell(self, grown: Grown) -> None:
         for tier, reasons in _by_tier(grown.get("retention_boundaries", [])).items():
             freed = _by_tier(grown.get("retention_bytes", [])).get(tier, {})
-            text = f"{sum(reasons.values())} boundaries left {tier}, as retention asks"
+            num = sum(reasons.values())
+            causes = ", ".join(f"{cause} {count}" for cause, count in sorted(reasons.items(), key=lambda one: -one[1]))
+            text = f"{num} {'boundary' if num == 1 else 'boundaries'} left {tier}, as retention asks ({causes})"
             self._events.tell(
                 EventKind.EVICTED, text, detail={"tier": tier, "num_bytes": sum(freed.values()), **reasons}
             )

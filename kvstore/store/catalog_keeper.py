@@ -44,6 +44,7 @@ class CatalogKeeper:
         self._meters = meters
         self._clock = clock
         self._background = Background("catalog keeper")
+        self._is_doubtful = False  # it could not be compared
 
     async def compare(self) -> bool:
         """Whether the catalog lists as many records as the tier holds; if not, mark it incomplete. Call it before
@@ -52,9 +53,11 @@ class CatalogKeeper:
         Raises:
             Unavailable: One of them does not answer.
         """
+        self._is_doubtful = True
         totals = await self._catalog.totals(deadline=self._deadline())
         told = sum(total.levels[self._level].num_records for total in totals.values())
         usage = await self._tier.usage(deadline=self._deadline())
+        self._is_doubtful = False
         if usage.num_records != told:
             await self._catalog.set_complete(False, deadline=self._deadline())
             return False
@@ -77,11 +80,14 @@ class CatalogKeeper:
             await asyncio.sleep(rest_s)
 
     async def rebuild_if_incomplete(self) -> bool:
-        """Rebuild the catalog unless it is complete; returns whether that was necessary.
+        """Rebuild the catalog unless it is complete, and could be compared; returns whether that was necessary.
 
         Raises:
             Unavailable: The catalog or the tier failed several times in a row.
         """
+        if self._is_doubtful:
+            await self._catalog.set_complete(False, deadline=self._deadline())
+            self._is_doubtful = False
         if await self._catalog.is_complete(deadline=self._deadline()):
             return False
         report = await reindex_level(self._catalog, self._tier, self._level, clock=self._clock)

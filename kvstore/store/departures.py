@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
@@ -17,6 +18,8 @@ from kvstore.tiers.gather import gather_all
 __all__ = ["Departures"]
 
 _CALL_S = 10.0
+_log = logging.getLogger(__name__)
+
 _AT_ONCE, _CALLS, _TOGETHER_MIN = 64, 4, 4
 """Boundaries that are deleted at a time, the number of calls that share them, and the fewest worth a call of their own:
 what a call has deleted makes room at once."""
@@ -59,6 +62,7 @@ class Departures:
         self._meters = meters
         self._clock = clock
         self._on_gone = on_gone
+        self._is_failing = False
         self.has_unfinished = True  # perhaps an earlier run of this service was cut off
 
     async def evict(self, leavers: Sequence[Leaver]) -> int:
@@ -114,10 +118,14 @@ class Departures:
         try:
             keys = [key for entry, _ in leaving for key in entry.keys(self._level)]
             await self._tier.delete_all(keys, deadline=self._soon())
-        except Unavailable:
+        except Unavailable as error:
+            if not self._is_failing:  # once until it works again: rounds are many
+                _log.warning("what should leave cannot be deleted, later rounds try again: %s", error)
+            self._is_failing = True
             self._meters.add("retention_failures", tier=self._tier.name)
             self.has_unfinished = True
             return None
+        self._is_failing = False
         left = await self._catalog.finish_leaving_all(leaving, self._level, deadline=self._soon())
         for entry, reason in leaving:
             why, num_bytes = reason.name.lower(), entry.num_bytes(self._level)

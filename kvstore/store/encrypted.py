@@ -110,12 +110,14 @@ class EncryptedStore(PageStore):
         named = await self._named(query, generations, deadline)
         told = _plain_progress(progress) if progress is not None else None
         staged = await self.inner.stage(named, deadline=deadline, progress=told)
-        plain = {
-            name.prefix: boundary.prefix for name, boundary in zip(named.boundaries, query.boundaries, strict=True)
-        }
-        keys = tuple(RecordKey(key.namespace, plain[key.prefix], key.group, key.slice) for key in staged.keys)
-        num_encrypted = sum(name.prefix != key.prefix for name, key in zip(staged.keys, keys, strict=True))
-        return replace(staged, keys=keys, num_bytes=staged.num_bytes - num_encrypted * ENCRYPTION_BYTES)
+        try:
+            return await self.inner.work.run(
+                len(query.boundaries) + len(staged.keys), _plain_staged, staged, named, query
+            )
+        except BaseException:  # nobody will learn of the lease
+            if staged.lease is not None:
+                await self.inner.release(staged.lease)
+            raise
 
     async def _named(self, query: PrefixQuery, generations: Sequence[Generation], deadline: Deadline) -> PrefixQuery:
         """The query, with each boundary named by the key under which most of its groups are stored; the current key
@@ -232,8 +234,9 @@ class EncryptedStore(PageStore):
         """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""
         return await self.inner.explain(request, deadline=deadline, tenant=tenant)
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
-        return {**await self.inner.status(deadline=deadline), "encryption": {"keys": len(self._keys.ring)}}
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
+        told = await self.inner.status(deadline=deadline, tenant=tenant)
+        return told if tenant else {**told, "encryption": {"keys": len(self._keys.ring)}}
 
     # keys
 
@@ -318,6 +321,14 @@ async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:
         if len(named) % _NAMED_AT_ONCE == 0:
             await asyncio.sleep(0)
     return replace(query, boundaries=tuple(named))
+
+
+def _plain_staged(staged: Staged, named: PrefixQuery, query: PrefixQuery) -> Staged:
+    """What is staged for a query that was asked under other names."""
+    plain = {name.prefix: boundary.prefix for name, boundary in zip(named.boundaries, query.boundaries, strict=True)}
+    keys = tuple(RecordKey(key.namespace, plain[key.prefix], key.group, key.slice) for key in staged.keys)
+    num_encrypted = sum(name.prefix != key.prefix for name, key in zip(staged.keys, keys, strict=True))
+    return replace(staged, keys=keys, num_bytes=staged.num_bytes - num_encrypted * ENCRYPTION_BYTES)
 
 
 def _plain_progress(progress: Progress) -> Progress:

@@ -34,9 +34,10 @@ _TOLD_WITHIN_S = 5
 
 _WAITING_MAX, _TOGETHER = 256, 64
 """Requests whose reason is to be found; found from one reading of what left."""
-_PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 30.0, 0.02
-"""Between two batches: so long at least and at most; else finding reasons takes this share of the time."""
-_LOOK_S = 2.0
+_PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 300.0, 0.02
+"""Between two batches: so long at least and at most; else finding reasons takes this share of the time. Of a cluster,
+whose slots are read one by one, that is once in minutes."""
+_LOOK_S, _REMOVALS_S = 2.0, 10.0
 
 _NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: it is not stored, and nobody removed it."""
@@ -84,7 +85,6 @@ class Explainer:
         background: Owns the task that finds reasons.
 
     Attributes:
-        recent: The counts of the last minutes, with the reasons that tenants may know.
         key_reason: Why the keys of a tenant may cost hits, as a word of `REASONS`; empty: they do not.
     """
 
@@ -108,7 +108,7 @@ class Explainer:
         self._numbers = count()
         self._names: OrderedDict[NamespaceId, str] = OrderedDict()
         self._losses = Losses()
-        self.recent = Recent(clock)
+        self._recent: dict[str, Recent] = {"": Recent(clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
 
     def know(self, namespace: NamespaceId, name: str) -> None:
@@ -118,12 +118,22 @@ class Explainer:
         while len(self._names) > _NAMES_KEPT:
             self._names.popitem(last=False)
 
+    def recent(self, tenant: str = "") -> Mapping[str, object]:
+        """The counts of the last minutes, as `Recent.told`: of a tenant; empty: of all."""
+        return self._recent.get(tenant, Recent(self._clock)).told()
+
+    def _note(self, outcome: Outcome, reason: str, operators_reason: str) -> None:
+        """Count in the last minutes: of all by the operators' reason, of the tenant by the one that it may know."""
+        self._recent[""].count(outcome, operators_reason)
+        if outcome.tenant:
+            self._recent.setdefault(outcome.tenant, Recent(self._clock)).count(outcome, reason)
+
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place. A loss is kept beside the outcomes."""
         at_ms = self._clock.wall_ms() - outcome.age_ms
         if outcome.is_loss:
             self._losses.note(outcome, at_ms)
-            self.recent.count(outcome)
+            self._note(outcome, outcome.reason, outcome.reason)
             if outcome.num_lost:
                 reason = outcome.reason if outcome.reason in REASONS else "other"
                 self._meters.add("saves_lost", outcome.num_lost, reason=reason)
@@ -173,25 +183,33 @@ class Explainer:
             await asyncio.sleep(pause_s)
             started_s = self._clock.monotonic_s()
             batch = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
-            removals = None
-            with suppress(KVStoreError):  # each look fails likewise, and says so
-                if self._absence is not None:
-                    removals = await self._absence.removals(deadline=self._soon())
-            for told in batch:
-                found = await self._look(told, self._soon(), removals)
-                told.reason = self._judge(told, found, told.outcome.tenant).reason
-                told.operators_reason = self._judge(told, found, None).reason
-                self._count(told)
-                await asyncio.sleep(0)
+            try:
+                removals = await self._removals()
+            except KVStoreError:  # read for each of them, they would take as long again
+                for told in batch:
+                    told.reason = told.operators_reason = "not_looked_into"
+                    self._count(told)
+            else:
+                for told in batch:
+                    found = await self._look(told, self._soon(), removals)
+                    told.reason = self._judge(told, found, told.outcome.tenant).reason
+                    told.operators_reason = self._judge(told, found, None).reason
+                    self._count(told)
+                    await asyncio.sleep(0)
             took_s = self._clock.monotonic_s() - started_s
             pause_s = min(_PAUSE_S_MAX, max(_PAUSE_S, took_s / _SHARE))
+
+    async def _removals(self) -> Removals | None:
+        if self._absence is None:
+            return None
+        return await self._absence.removals(deadline=Deadline.after(_REMOVALS_S, self._clock))
 
     def _soon(self) -> Deadline:
         return Deadline.after(_LOOK_S, self._clock)
 
     def _count(self, told: ToldOutcome) -> None:
         outcome, reason = told.outcome, told.operators_reason
-        self.recent.count(outcome, told.reason)
+        self._note(outcome, told.reason, reason)
         reason = reason if reason in REASONS else "other"  # a newer engine's words add no meters
         local = min(outcome.local_tokens, outcome.resume_tokens)
         self._meters.add("requests", result=result_of(outcome), reason=reason)

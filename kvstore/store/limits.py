@@ -27,6 +27,8 @@ class StoreLimits:
         lease_records_max: Records in all leases together, each some 200 bytes of memory beside the record.
         namespaces_max: Namespaces open at a time; one more closes one that was unused for ten minutes.
         description_bytes: Bytes of the descriptions of open namespaces.
+        aside_bytes: Bytes of records that readers have called bad and that tiers keep aside, over the service's life;
+            further ones are removed.
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
         write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
         write_back_in_flight: Records that are written to one tier at a time.
@@ -54,6 +56,7 @@ class StoreLimits:
     lease_records_max: int = 1 << 19
     namespaces_max: int = 1024
     description_bytes: int = 64 * _MIB
+    aside_bytes: int = 256 * _MIB
     save_bytes_in_flight: int = 256 * _MIB
     write_back_bytes: int = 256 * _MIB
     write_back_in_flight: int = 4

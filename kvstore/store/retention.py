@@ -88,7 +88,7 @@ class Retention:
         self._departures = Departures(tier, level, catalog, meters=meters, clock=clock, on_gone=self._on_gone)
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
-        self._is_over = False
+        self._is_over = self._is_failing = False
         self._has_grown = False
         self._stored_bytes = 0
         self._tenant_bytes: Mapping[str, int] | None = None
@@ -118,9 +118,11 @@ class Retention:
             is_stuck, started_s = True, self._clock.monotonic_s()
             try:
                 is_stuck = await self.round() == 0 and self._is_over
+                self._is_failing = False
             except KVStoreError as error:
-                if not isinstance(error, Unavailable | Closed):
+                if not isinstance(error, Closed) and not self._is_failing:  # once until one works: rounds are many
                     _log.warning("a round of retention was cut short, the next one tries again: %s", error)
+                self._is_failing = True
                 self._meters.add("retention_failures", tier=self._tier.name)
                 self._departures.has_unfinished = True  # what was hidden before it failed
                 if self._room is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -24,7 +24,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
 from kvstore.runtime.long_work import PIECE, LongWork
 from kvstore.runtime.meters import Meters
-from kvstore.runtime.shares import share_left
+from kvstore.runtime.shares import Shares, share_left
 from kvstore.runtime.tracing import Tracing
 from kvstore.runtime.turns import Turns
 from kvstore.store.absence import AbsenceFinder
@@ -40,7 +40,7 @@ from kvstore.store.manifests import Manifests
 from kvstore.store.offers import offers_of
 from kvstore.store.open_namespaces import OpenNamespaces
 from kvstore.store.operations import StoreOperations
-from kvstore.store.placement import Presence
+from kvstore.store.placement import UNKNOWN_BYTES, Presence
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.presence import PresenceFinder
 from kvstore.store.promotion import Promotion
@@ -55,6 +55,8 @@ __all__ = ["TieredStore"]
 
 _QUESTIONS_AT_ONCE = 64
 """Questions to the slower tiers at a time, of a few thousand names at most; more of them wait their turn."""
+_ASIDE_SHARE = 1 / 16
+"""What a tenant may have put aside by its own word, as a share of its quota."""
 _ANSWER_S = 0.01
 """Reserved from a deadline for the answer itself, so that what has arrived is not lost to a late reply."""
 
@@ -82,6 +84,7 @@ class TieredStore(PageStore):
 
     Attributes:
         operations: What operators may ask of it.
+        work: Runs what takes long for a long prompt.
     """
 
     def __init__(
@@ -103,21 +106,18 @@ class TieredStore(PageStore):
     ) -> None:
         self.meters = meters if meters is not None else Meters()
         self.events = events if events is not None else Events(clock)
-        self.limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
+        self.limits = limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
         check_sizes(self.limits.stage_bytes, memory.limit_bytes)
         self._memory = memory
         self._slower = tuple(tier for tier in (hot, cold) if tier is not None)
         self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
         self._clock = clock
         self._background = Background("store")
+        self._aside = Shares(self.limits.aside_bytes)
         self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock, self.limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
         self._leases = LeaseTable(
-            memory,
-            clock,
-            lease_s=self.limits.lease_s,
-            leases_max=self.limits.leases_max,
-            records_max=self.limits.lease_records_max,
+            memory, clock, lease_s=limits.lease_s, leases_max=limits.leases_max, records_max=limits.lease_records_max
         )
         self._absent = AbsentKeys(clock)
         self._saver = Saver(
@@ -155,7 +155,7 @@ class TieredStore(PageStore):
         self._recorder = recorder
         self._choice = choice
         self._admission = admission
-        self._work = LongWork("lookups")
+        self.work = LongWork("lookups")
         self._finder = self._find_with(hot, cold)
         self._promotion = Promotion(
             memory,
@@ -166,7 +166,7 @@ class TieredStore(PageStore):
             meters=self.meters,
             limits=self.limits,
             clock=clock,
-            work=self._work,
+            work=self.work,
             room_for=self._room_for,
             on_cold_hit=self._saver.promote_to_hot,
         )
@@ -182,9 +182,9 @@ class TieredStore(PageStore):
             self._absent,
             self.meters,
             cold_probes=self.limits.cold_probes,
-            work=self._work,
+            work=self.work,
             questions=Turns(_QUESTIONS_AT_ONCE),
-            catalog=CatalogLookup(catalog, self.meters, self._clock, self._work) if catalog is not None else None,
+            catalog=CatalogLookup(catalog, self.meters, self._clock, self.work) if catalog is not None else None,
         )
 
     @property
@@ -228,7 +228,7 @@ class TieredStore(PageStore):
         presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.bring(presence, lacking)
-        found = await self._work.run(presence.num_cells, self._found, presence)
+        found = await self.work.run(presence.num_cells, self._found, presence)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", found.resume_tokens > query.local_tokens)
         return found
@@ -236,13 +236,14 @@ class TieredStore(PageStore):
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         """As `lookup`, without side effects: nothing is counted, learnt or brought anywhere."""
         presence = await self._find(query, self._layout_for(query), _leave_time(deadline))
-        return await self._work.run(presence.num_cells, self._found, presence)
+        return await self.work.run(presence.num_cells, self._found, presence)
 
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Where the records are, for a lookup. What hangs has stalled, however long the caller would wait: first the
-        catalog may, then the tiers.
+        catalog may, then the tiers. A long prompt takes longer.
         """
-        return await self._finder.find(query, layout, deadline.earlier(2 * self.limits.stall_timeout_s))
+        patience_s = 2 * self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
+        return await self._finder.find(query, layout, deadline.earlier(patience_s))
 
     def _found(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()
@@ -293,7 +294,7 @@ class TieredStore(PageStore):
         read = {key.prefix: stop for key, (_, stop) in zip(holding.pins, holding.spans, strict=True)}
         uses = list(read.items())
         for start in range(0, len(uses), PIECE):
-            async with self._work.turn(len(uses)):
+            async with self.work.turn(len(uses)):
                 self._recorder.used(namespace, uses[start : start + PIECE])
 
     def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
@@ -360,14 +361,30 @@ class TieredStore(PageStore):
         self._absent.add(key, self.limits.absent_s)
         self._saver.forget(key)
         failed = []
+        keeps = self._keeps_aside(key.namespace, sum(record.num_bytes for record in all_seen if record is not None))
         for tier, seen in product((self._memory, *self._slower), all_seen):
             try:
-                await tier.quarantine(key, reason, seen=seen, deadline=deadline)
+                if keeps:
+                    await tier.quarantine(key, reason, seen=seen, deadline=deadline)
+                else:
+                    await tier.delete(key, deadline=deadline)
             except Unavailable:
                 failed.append(tier.name)
                 self.meters.add("quarantine_failures", tier=tier.name)
         if failed:
             raise Unavailable("a record could not be put aside in every tier", key=key, tiers=",".join(failed))
+
+    def _keeps_aside(self, namespace: NamespaceId, num_bytes: int) -> bool:
+        """Whether what a tenant calls bad is kept for people to look at, rather than removed: as long as the tenant has
+        its share of the room for that, and all of it together is little of the tenant's quota.
+        """
+        tenant = self._namespaces.tenant_of(namespace)
+        num_bytes = (num_bytes or UNKNOWN_BYTES) * len(self._slower)
+        quota = self._orders.quotas.get(tenant) if self._orders is not None else None
+        limit_bytes = quota.maximum_bytes if quota is not None else None
+        if limit_bytes is not None and self._aside.used_by(tenant) + num_bytes > limit_bytes * _ASIDE_SHARE:
+            return False
+        return self._aside.try_take(tenant, num_bytes)
 
     def tell(self, outcome: Outcome) -> None:
         self._explainer.tell(outcome)
@@ -380,10 +397,12 @@ class TieredStore(PageStore):
         self._check_open()
         return await self._explainer.explain(request, tenant, _leave_time(deadline))
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         self._check_open()
         deadline = _leave_time(deadline)
         tiers = await asyncio.gather(*(self._tier_status(tier, deadline) for tier in (self._memory, *self._slower)))
+        if tenant:
+            return self._status_for(tenant, tiers)
         return {
             "version": kvstore.__version__,
             "tiers": {str(tier["name"]): tier for tier in tiers},
@@ -396,8 +415,19 @@ class TieredStore(PageStore):
             "write_back": self._saver.describe(),
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
-            "recent": self._explainer.recent.told(),
+            "recent": self._explainer.recent(),
             "quotas": self.operations.quotas(),
+        }
+
+    def _status_for(self, tenant: str, tiers: Sequence[Mapping[str, object]]) -> Mapping[str, object]:
+        pinned_bytes = self._memory.pinned_by[tenant]
+        return {
+            "version": kvstore.__version__,
+            "tiers": {str(tier["name"]): {"name": tier["name"], "healthy": tier["healthy"]} for tier in tiers},
+            "namespaces": self._namespaces.of_tenant(tenant),
+            "leases": {"active": self._leases.of_tenant(tenant), "pinned_bytes": pinned_bytes},
+            "recent": self._explainer.recent(tenant),
+            "quotas": {name: quota for name, quota in self.operations.quotas().items() if name == tenant},
         }
 
     async def _tier_status(self, tier: Tier, deadline: Deadline) -> dict[str, object]:
@@ -427,7 +457,7 @@ class TieredStore(PageStore):
             await self._background.aclose()
             await self._saver.aclose()
             self._leases.release_all()
-            self._work.close()
+            self.work.close()
 
     def _room_for(self, namespace: NamespaceId) -> int:
         """How many bytes more may be leased now to the tenant of a namespace."""

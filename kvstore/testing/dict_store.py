@@ -123,7 +123,7 @@ class DictStore(PageStore):
         await self._pass("discard", deadline)
         self.records.pop(key, None)
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         await self._pass("status", deadline)
         return {"records": len(self.records), "leases": len(self.leases)}
 

@@ -75,7 +75,8 @@ class FrameConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
+        # the low mark is near the high one, so that the kernel does not run dry before the next record is written
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES, low=_WRITE_HIGH_BYTES * 3 // 4)
         tune_socket(self._transport.get_extra_info("socket"))
         on_made, self._on_made = self._on_made, None
         if on_made is not None:
@@ -246,6 +247,11 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._is_held = True
             assert self._transport is not None
             self._transport.pause_reading()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing more is read, after `hold`."""
+        return self._is_held
 
     def go_on(self) -> None:
         """Read again. Idempotent."""

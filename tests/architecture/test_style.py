@@ -18,6 +18,7 @@ FUNCTION_LINES_MAX = 70
 
 # `except Exception` stands where a piece of work ends that nobody else would end: it reports, it never hides.
 TOPS = {
+    "connector/contract.py": "the import of a module of vLLM: what it raises is a reason to run uncached",
     "connector/guard.py": "the connector's guard",
     "connector/scheduler/opening.py": "a background task's top",
     "connector/worker/audit.py": "a background task's top",

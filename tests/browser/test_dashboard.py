@@ -119,7 +119,7 @@ async def test_a_namespace_is_shown_in_full(made: World, visiting: Visiting) -> 
     """All fields of its description; its deletion is tried dry, and cancelled; of what is unused there is none."""
     async with made.client() as client, visiting(made.url, width=390) as visit:
         await visit.open("tenants")
-        await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:12]).click()
+        await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
         await visit.page.get_by_text('"page_tokens": 64').wait_for()
         await visit.page.get_by_role("button", name="Delete all of it…").click()
         await visit.page.get_by_text("Nothing was deleted so far").wait_for()
@@ -132,6 +132,35 @@ async def test_a_namespace_is_shown_in_full(made: World, visiting: Visiting) -> 
         job = (await client.get("/v1/jobs")).json()["jobs"][0]
         assert (job["kind"], job["is_dry_run"], job["state"]) == ("deletion", True, "done")
         assert (await client.get(f"/v1/namespaces/{BLUE.namespace.hex()}")).json()["num_boundaries"] == 3
+
+
+async def test_two_namespaces_are_compared_side_by_side(made: World, visiting: Visiting) -> None:
+    """From the page of one, another one is chosen: the fields that differ, with both values, and no others."""
+    async with visiting(made.url) as visit:
+        await visit.open("tenants")
+        await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
+        await visit.page.get_by_label("Compare with").select_option(RED.namespace.hex())
+        compared = visit.page.get_by_role("table", name="How they differ")
+        await compared.wait_for()
+        text = await compared.inner_text()
+        assert '"blue"' in text and '"red"' in text and "page_tokens" not in text
+        await visit.shoot("namespaces-compared")
+
+
+async def test_one_request_has_a_link(made: World, visiting: Visiting) -> None:
+    """The address while a request is explained leads to that explanation again; closed, it is that of the view."""
+    made.store.tell(Outcome("to be linked", RED.namespace, 336, 336, 0, 0, "too_short", tenant="red"))
+    async with visiting(made.url) as visit:
+        await visit.open("misses")
+        await visit.page.get_by_role("button", name="to be linked").click()
+        await visit.page.get_by_text("shorter than one block").first.wait_for()
+        link = visit.page.url
+        assert link.endswith("#misses?request=to+be+linked")
+        await visit.page.get_by_role("button", name="Close").click()
+        await visit.page.wait_for_function("location.hash === '#misses'")
+        await visit.page.goto("about:blank")
+        await visit.page.goto(link)
+        await visit.page.get_by_role("dialog").get_by_text("shorter than one block").wait_for()
 
 
 async def test_colours_are_chosen_and_kept(made: World, visiting: Visiting) -> None:

@@ -134,3 +134,32 @@ async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> Non
         await visit.page.get_by_role("link", name="Tiers").click()
         await visit.page.get_by_role("heading", name="The service does not answer").wait_for()
         await visit.shoot("gone-390-light")
+
+
+async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting: Visiting) -> None:
+    """What it held is shown as such, nowhere as nothing; lines of the chart stop instead of falling."""
+    with redis_server() as redis:
+        hot = f"redis://{redis.host}:{redis.port}"
+        async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url, expected="503") as visit:
+            page = visit.page
+            await made.save(prompt_of("a"))
+            await made.port._watcher.step()
+            await visit.open("tiers")
+            redis.freeze()
+            try:
+                while made.store.events.after(0)[-1].kind.value != "tier_down":
+                    await made.port._watcher.step()
+                await visit.open("tiers")
+                await page.get_by_text("last known, ").first.wait_for()
+                await visit.shoot("tier-frozen-1280-light")
+                await visit.open("overview")
+                tile = page.locator(".tile", has_text="kept in the slower tiers")
+                await tile.get_by_text("last known, ").wait_for()
+                assert "0 bytes" not in (await tile.inner_text()).splitlines()
+                await visit.charts(1)
+                data = "Chart.getChart(document.querySelector('canvas')).data"
+                lines = await page.evaluate(f"{data}.datasets.map((one) => [one.label, one.spanGaps, !one.stack])")
+                assert ["redis", False, True] in lines
+                await visit.shoot("overview-frozen-1280-light")
+            finally:
+                redis.thaw()

@@ -247,12 +247,13 @@ class TestSqlite:
         await log.add(entries(1), deadline=soon())
         assert await log.totals(deadline=soon()) == PendingTotals(1, 1001)
         await log.aclose()
-        assert [p.read_bytes()[:18] for p in tmp_path.glob("pending.db.damaged-*")] == [b"no database at all"]
+        assert [p.read_bytes()[:18] for p in tmp_path.glob("pending.db.damaged")] == [b"no database at all"]
 
     async def test_a_directory_that_cannot_be_used_is_unavailable(self, tmp_path: Path) -> None:
-        """There is no such directory: the error names the file."""
+        """It is a file: the error names what was to be opened."""
+        (tmp_path / "taken").write_bytes(b"")
         with pytest.raises(Unavailable, match=r"pending\.db"):
-            await SqlitePendingLog.open(tmp_path / "absent" / "pending.db", lease_s=30)
+            await SqlitePendingLog.open(tmp_path / "taken" / "pending.db", lease_s=30)
 
 
 def test_keys_are_packed_both_ways() -> None:

@@ -75,8 +75,12 @@ async def _save(settings: Settings, prompts: list[Prompt]) -> None:
         assert await store.drain(soon()) == 0
 
 
+ALONE = {"KVSTORE_ADMIN_LISTEN": "off"}
+"""A service of another test that listens where one does by default is not asked."""
+
+
 def _variables(redis: RedisServer, cold: str) -> dict[str, str]:
-    return {"KVSTORE_HOT": redis.url, "KVSTORE_COLD": cold, "KVSTORE_DISK_BYTES": "256MiB"}
+    return {"KVSTORE_HOT": redis.url, "KVSTORE_COLD": cold, "KVSTORE_DISK_BYTES": "256MiB", **ALONE}
 
 
 def _reindex(redis: RedisServer, cold: str, state: Path, monkeypatch: pytest.MonkeyPatch) -> int:

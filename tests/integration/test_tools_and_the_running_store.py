@@ -3,81 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.servers import CephRgw
 from kvstore.testing.servers.ports import free_ports
+from tests.integration.quick_start import PASSWORD, QuickStart, quick_start
 
 pytestmark = pytest.mark.servers
-
-PASSWORD = "the-password-of-redis"
-COMMAND = [sys.executable, "-m", "kvstore.cli"]
-_OURS = ("KVSTORE_", "AWS_", "XDG_")
-
-
-@dataclass(frozen=True)
-class QuickStart:
-    """A service that got everything by flags and by the AWS environment, as the quick start says."""
-
-    redis: RedisServer
-    rgw: CephRgw
-    bucket: str
-    hot: str
-    listen: str
-    admin: str
-    home: Path
-
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """A tool in a shell that knows nothing but the variables named."""
-        bare = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-        shell = {**bare, "HOME": str(self.home), **environment}
-        return subprocess.run(
-            [*COMMAND, *arguments], env=shell, capture_output=True, text=True, timeout=120, check=False
-        )
-
-    @property
-    def login(self) -> dict[str, str]:
-        """What services never tell."""
-        keys = {"AWS_ACCESS_KEY_ID": self.rgw.access_key, "AWS_SECRET_ACCESS_KEY": self.rgw.secret_key}
-        return {**keys, "KVSTORE_HOT": self.hot}
-
-    def findings(self, done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
-        return {one["name"]: one for one in json.loads(done.stdout)["findings"]}
 
 
 @pytest.fixture(scope="module")
 def started(shared_rgw: CephRgw, tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuickStart]:
-    bucket, folder = f"tools-{secrets.token_hex(4)}", tmp_path_factory.mktemp("tools")
-    shared_rgw.create_bucket(bucket)
-    with redis_server(password=PASSWORD, arguments=("--maxmemory", "300mb")) as redis:
-        hot = f"redis://:{PASSWORD}@{redis.host}:{redis.port}/0"
-        admin, listen = f"127.0.0.1:{free_ports(1)[0]}", f"unix:{folder}/s"
-        flags = ["--listen", listen, "--hot", hot, "--cold", f"s3://{bucket}/pages", "--memory-bytes", "16MiB"]
-        environment = {
-            **os.environ,
-            "AWS_ENDPOINT_URL_S3": shared_rgw.endpoint_url,
-            "AWS_REGION": shared_rgw.region,
-            "AWS_ACCESS_KEY_ID": shared_rgw.access_key,
-            "AWS_SECRET_ACCESS_KEY": shared_rgw.secret_key,
-        }
-        command = [*COMMAND, "serve", *flags, "--admin-listen", admin]
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as service:
-            try:
-                assert service.stderr is not None
-                assert any("ready:" in line for line in service.stderr)
-                threading.Thread(target=service.stderr.read, daemon=True).start()
-                yield QuickStart(redis, shared_rgw, bucket, hot, listen, admin, folder)
-            finally:
-                service.kill()
+    with quick_start(shared_rgw, tmp_path_factory.mktemp("tools")) as made:
+        yield made
 
 
 @pytest.mark.parametrize("by", ["KVSTORE_LISTEN", "KVSTORE_ADMIN_LISTEN"])
@@ -139,6 +80,13 @@ def test_two_stores_are_never_mixed_up(started: QuickStart, tmp_path: Path) -> N
     assert own.returncode == 0 and list(json.loads(own.stdout)) == [f"file://{tmp_path}/records"]
     found = started.findings(started.run("doctor", "--json", **other, KVSTORE_LISTEN=started.listen))
     assert found["store"]["verdict"] == "warning" and f"file://{tmp_path}/records" in found["store"]["seen"]
+
+
+def test_verbs_of_the_data_port_find_it_by_the_administration(started: QuickStart) -> None:
+    """A shell that knows the administration's address only: `status` and `explain` ask the service behind it."""
+    for verb in ("status", "explain"):
+        done = started.run(verb, "--timeout", "30", KVSTORE_ADMIN_LISTEN=started.admin)
+        assert done.returncode == 0 and started.listen in done.stdout, done.stderr
 
 
 def test_without_a_service_the_settings_of_the_shell_count(started: QuickStart, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvstore.cli.main import main
 from kvstore.cli.migrate import open_runner
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_encryption import open_served_store
-from kvstore.errors import UnsupportedFormat
+from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.names import manifest_name
 from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.model.keys import RecordKey
@@ -47,6 +47,7 @@ def soon() -> Deadline:
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A key file that the environment names, beside a directory for records; plain for both tenants at first."""
+    monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")  # no other test's service is asked
     path = write_keys(tmp_path / "keys.toml", [("red", 0, 0), ("blue", 5, 5)])
     for name, text in {
         "COLD": f"file://{tmp_path / 'records'}",
@@ -102,7 +103,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     """A verb with `--json`: status, what it printed, and its complaint."""
     status = main(["migrate", *arguments, "--json"])
     out, err = capsys.readouterr()
-    return status, json.loads(out) if out else {}, err
+    complaints = [line for line in err.splitlines(keepends=True) if not line.startswith("store: ")]
+    return status, json.loads(out) if out else {}, "".join(complaints)
 
 
 def in_loop(call: object) -> object:
@@ -320,9 +322,7 @@ def test_what_it_cannot_work_on_is_said(
     assert (seen, words in complaint) == (status, True)
 
 
-@pytest.mark.parametrize(
-    "note", [pack_store_version(STORE_VERSION + 1), b"?", b"{}", b'{"kvstore_store_version": "x"}']
-)
+@pytest.mark.parametrize("note", [pack_store_version(STORE_VERSION + 1), b"{}", b'{"kvstore_store_version": "x"}'])
 def test_nothing_is_written_to_what_a_newer_release_has_migrated(
     keys: Path, capsys: pytest.CaptureFixture[str], note: bytes
 ) -> None:
@@ -343,6 +343,28 @@ def test_nothing_is_written_to_what_a_newer_release_has_migrated(
     in_loop(mark(pack_store_version(STORE_VERSION)))
     assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
     in_loop(save(OTHER))
+
+
+@pytest.mark.parametrize("note", [b"?", b"\xff\xfe", b"1"])
+def test_a_damaged_version_keeps_nobody_from_starting(
+    keys: Path, capsys: pytest.CaptureFixture[str], note: bytes
+) -> None:
+    """No release has written it. A service starts without the tier, says what to do, and writes nothing there."""
+    in_loop(save(PROMPT))
+
+    async def mark(data: bytes) -> None:
+        async with open_tier(load_settings().cold, load_settings(), is_owner=True) as tier:
+            await tier.put_manifest(STORE_VERSION_PLACE, data, deadline=soon())
+
+    in_loop(mark(note))
+    before = in_loop(names(load_settings()))
+    with pytest.raises(Unavailable, match="remove the damaged note"):  # a save that waits for the cold tier
+        in_loop(save(OTHER))
+    status, _, complaint = run(capsys, "status")
+    assert (status, "remove the damaged note" in complaint) == (1, True)
+    assert in_loop(names(load_settings())) == before
+    in_loop(mark(pack_store_version(STORE_VERSION)))
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
 
 
 async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:

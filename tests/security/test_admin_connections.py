@@ -78,7 +78,7 @@ def test_silent_connections_keep_nobody_out(service: AttackedService, kind: str,
         time.sleep(0.3)
         kept = sum(not is_ended(sock) for sock in silent)
     tell(f"{kind}: {kept} of 300 kept, answers within {max(took_s.values()) * 1e3:.0f} ms")
-    assert max(took_s.values()) < 2.0
+    assert max(took_s.values()) < 10.0
     assert kept <= connections._IDLE_MAX + gate._REQUESTS_MAX
 
 
@@ -97,7 +97,7 @@ async def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         socks = [await asyncio.to_thread(said, made.port.address, data) for _ in range(3)]
         started_s = time.monotonic()
         while sum(not is_ended(sock) for sock in socks):
-            assert time.monotonic() - started_s < 4.0
+            assert time.monotonic() - started_s < 15.0
             await asyncio.sleep(0.05)
         for sock in socks:
             sock.close()

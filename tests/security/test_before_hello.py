@@ -111,7 +111,7 @@ async def test_many_silent_peers(service: AttackedService, tell: Callable[[str],
         seen.check()
     tell(f"{service.url.partition(':')[0]}: kept {kept[0]}, greeted within {max(greeted_s) * 1e3:.0f} ms")
     assert kept[0] <= most
-    assert max(greeted_s) < 2.0
+    assert max(greeted_s) < 5.0
     assert service.resident_bytes < before_bytes + (100 << 20)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.cli.administering import AdminClient
 from kvstore.client import BlockingStore, ClientOptions, ClientTls
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -325,3 +325,15 @@ async def test_a_server_that_is_not_believed_is_named(aws: None, other: Certific
             with pytest.raises(KVStoreError, match=r"certificate.*AWS_CA_BUNDLE"):
                 await _ask_s3(endpoint, S3_REQUESTS[name])
     assert isinstance(server, TlsServer) and not server.received
+
+
+async def test_a_client_that_cannot_be_made_to_check_is_refused(aws: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another release of the library may open its connections in another way: nothing is sent with it."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    async def opens(self: AIOHTTPSession, proxy_url: str | None) -> None:
+        """As later releases do."""
+
+    monkeypatch.setattr(AIOHTTPSession, "_create_connector", opens)
+    with pytest.raises(InvalidRequest, match="not known to check the host names"):
+        await _ask_s3("https://127.0.0.1:9", S3_REQUESTS["head"])

@@ -92,7 +92,7 @@ async def test_a_hit_of_any_size_is_answered(
     await client.aclose()
     await server.aclose()
     await store.aclose()
-    assert held.longest_s < 0.3
+    assert held.longest_s < 0.6
 
 
 def test_what_is_packed_comes_back() -> None:

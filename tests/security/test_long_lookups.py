@@ -29,13 +29,23 @@ from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
 from kvstore.wire.messages import encode
 
-NUM_BOUNDARIES = 8192
+GREEDY = "greedy"
 
 WIDEST = Layout(64, tuple(GroupLayout(FullAttention() if at % 2 else Recurrent(), 32) for at in range(64)))
 """As many groups and slices as a layout may have."""
+FOUR = Layout(16, tuple(GroupLayout(FullAttention(), 8) for _ in range(4)))
 DEEPEST = Layout(16, (GroupLayout(FullAttention(), 8),))
 HELD_S_MAX = 0.2
 """The event loop's thread computes at most so long without a turn for others: some milliseconds, on a slow machine."""
+
+
+async def save_one_at_each(service: AttackedService, prompt: Prompt, token: str) -> None:
+    """Save a record of one slice of one group at each boundary."""
+    client = service.client(token)
+    await client.open_namespace(prompt.description, deadline=Deadline.after(60))
+    for boundary in prompt.query().boundaries:
+        await client.save(prompt.record(boundary.tokens, 1), deadline=Deadline.after(60))
+    await client.aclose()
 
 
 @pytest.mark.parametrize("place", ["memory", "catalog", "directory"])
@@ -96,16 +106,34 @@ async def pipelined(service: AttackedService, prompt: Prompt, number: int, token
     writer.close()
 
 
-@pytest.mark.parametrize("place", ["directory", "redis"])
+@pytest.mark.parametrize(
+    ("attack", "num_connections", "place"),
+    [("deep", 1, "directory"), ("deep", 1, "redis"), ("wide", 1, "directory"), ("wide", 4, "redis")],
+)
 @pytest.mark.servers
 async def test_pipelined_lookups_delay_nobody(
-    folder: Path, shared_redis: RedisServer, full: bool, place: str, tell: Callable[[str], None]
+    folder: Path,
+    shared_redis: RedisServer,
+    full: bool,
+    attack: str,
+    num_connections: int,
+    place: str,
+    tell: Callable[[str], None],
 ) -> None:
-    """One connection asks for 300 lookups of 8,192 boundaries at once: another client's lookups are answered."""
-    layout = Layout(16, (GroupLayout(FullAttention(), 8),))
-    prompt = Prompt(layout, "long", NUM_BOUNDARIES * 16, model="long")
+    """One connection, or several of one tenant, ask at once for 300 lookups of 8,192 boundaries, or of as many groups
+    and slices as a layout may have, where each boundary has a record: another client's lookups are answered."""
+    tenant = GREEDY if num_connections > 1 else ""
+    layout, num_boundaries, number = (FOUR, 8192, 40) if attack == "deep" else (WIDEST, 512, 8)
+    prompt = Prompt(layout, "long", num_boundaries * 16, model=f"long {attack}", tenant=tenant)
     hot = shared_redis.url if place == "redis" else None
-    with AttackedService(folder, hot=hot) as service:
-        seen = await beside(service, lambda: pipelined(service, prompt, 300 if full else 60))
-    tell(f"{place}: {seen}")
+
+    async def ask() -> None:
+        if attack == "wide":
+            await save_one_at_each(service, prompt, tenant)
+        each = (300 if full else number) // num_connections
+        await asyncio.gather(*(pipelined(service, prompt, each, tenant) for _ in range(num_connections)))
+
+    with AttackedService(folder, hot=hot, tokens={tenant: tenant} if tenant else None) as service:
+        seen = await beside(service, ask)
+    tell(f"{attack}, {num_connections} connections, {place}: {seen}")
     seen.check(full=full)

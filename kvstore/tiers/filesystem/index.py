@@ -22,7 +22,8 @@ def cost_bytes(num_bytes: int) -> int:
 
 
 class Index:
-    """Keys with sizes, least recently used first, under a byte budget that also counts what is being written.
+    """Keys with sizes, least recently used first, under a byte budget that also counts what is being written, and the
+    `aside_bytes` of files that are no records any more.
 
     Keys are kept packed, 52 bytes each: a million of them take 0.2 GB, and are loaded in about a second.
     """
@@ -30,6 +31,7 @@ class Index:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.aside_bytes = 0
         self._reserved_bytes = 0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
 
@@ -82,7 +84,7 @@ class Index:
             The evicted records, already forgotten here, for the caller to remove; `None`: the file cannot fit at all.
         """
         cost = cost_bytes(num_bytes)
-        if self._reserved_bytes + cost > self.limit_bytes:
+        if self.aside_bytes + self._reserved_bytes + cost > self.limit_bytes:
             return None
         self._reserved_bytes += cost
         return self.shrink()
@@ -94,7 +96,7 @@ class Index:
     def shrink(self) -> list[RecordKey]:
         """Forget the least recently used records that are over the budget and return them."""
         victims: list[RecordKey] = []
-        while self._sizes and self.used_bytes + self._reserved_bytes > self.limit_bytes:
+        while self._sizes and self.used_bytes + self.aside_bytes + self._reserved_bytes > self.limit_bytes:
             packed, num_bytes = self._sizes.popitem(last=False)
             self.used_bytes -= cost_bytes(num_bytes)
             victims.append(unpack_key(packed))

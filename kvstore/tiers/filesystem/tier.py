@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 _JOBS_MAX = 256
 _CLOSE_S = 5.0
+_QUARANTINE_BYTES_MAX, _QUARANTINE_SHARE = 256 << 20, 1 / 16
+"""What is kept of damaged records: so many bytes, and no more than this share of the budget, which counts them."""
 
 
 class FilesystemTier(Tier):
@@ -73,13 +75,15 @@ class FilesystemTier(Tier):
         """
         if budget_bytes <= 0:
             raise InvalidRequest("the filesystem tier's budget must be positive", budget_bytes=budget_bytes)
-        files = RecordFiles(Path(root), fsync)
+        aside_bytes = min(_QUARANTINE_BYTES_MAX, int(budget_bytes * _QUARANTINE_SHARE))
+        files = RecordFiles(Path(root), fsync, quarantine_bytes_max=aside_bytes)
         index = Index(budget_bytes)
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvstore-{name}")
 
         def recover() -> None:
             files.open()
             index.load(files.held())
+            index.aside_bytes = files.quarantined_bytes
             for victim in index.shrink():
                 files.remove(victim)
 
@@ -138,6 +142,7 @@ class FilesystemTier(Tier):
             record = await outcome_of(reading, f"read a record in {self._files.root}", deadline)
         finally:
             reading.cancel()  # removes it from the queue if no thread has begun it
+        self._index.aside_bytes = self._files.quarantined_bytes  # what was read may have been put aside
         if record is None and self._index.size_of(key) == num_bytes:
             self._index.remove(key)
         return record
@@ -202,6 +207,7 @@ class FilesystemTier(Tier):
 
         async def put_aside() -> bool:
             is_aside, kept_bytes = await quarantine()
+            self._index.aside_bytes = self._files.quarantined_bytes
             if kept_bytes:
                 self._index.add(key, kept_bytes)
             return is_aside
@@ -227,8 +233,8 @@ class FilesystemTier(Tier):
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         self._check(deadline)
         index = self._index
-        num_bad = self._files.num_quarantined
-        return TierUsage(len(index), index.used_bytes, index.limit_bytes, num_bad, "disk_bytes")
+        used_bytes = index.used_bytes + self._files.quarantined_bytes
+        return TierUsage(len(index), used_bytes, index.limit_bytes, self._files.num_quarantined, "disk_bytes")
 
     async def aclose(self) -> None:
         """Wait up to five seconds for what is being written, then release the directory. Idempotent."""

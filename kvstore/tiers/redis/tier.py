@@ -22,6 +22,7 @@ from kvstore.tiers.buffers import allocate_exactly
 from kvstore.tiers.detached import see_through
 from kvstore.tiers.gather import gather_all
 from kvstore.tiers.locations_redis import RedisLocation, parse_redis
+from kvstore.tiers.quarantine import QuarantineBudget
 from kvstore.tiers.redis.facts import ServerFacts, concerns_of, parse_info
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading, striped_header
@@ -37,6 +38,9 @@ __all__ = ["RedisTier"]
 _log = logging.getLogger(__name__)
 
 _QUARANTINE_S = 7 * 24 * 3600
+_QUARANTINE_BYTES_MAX = 256 << 20
+_REMOVED_S = 1
+"""What is not kept aside expires after so long: as good as at once."""
 _EVICTABLE_S = 7 * 24 * 3600
 """Expiry of a record that the cold tier has, which is then read from there again; until then Redis decides."""
 _PUT_ATTEMPTS = 3
@@ -63,6 +67,7 @@ class RedisTier(Tier):
         self._values = Values(topology, ByteBudget(in_flight_bytes))
         self._background = Background(f"{name} tier")
         self._num_quarantined = 0
+        self._aside = QuarantineBudget(_QUARANTINE_BYTES_MAX)
         self._full_s = -math.inf  # when a record found no room last
         self._closed = False
 
@@ -203,7 +208,9 @@ class RedisTier(Tier):
             check_replies(await self._topology.ask(stripes, deadline=deadline))
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        """Rename the record to `quarantine:<name>` for a week; stripes get that expiry in place."""
+        """Rename the record to `quarantine:<name>` for a week; stripes get that expiry in place. Beyond 256 MiB that
+        this process keeps so, it is removed.
+        """
         self._check(deadline)
         if seen is None or not is_striped(seen.header):
             value = None if seen is None else seen.data
@@ -224,7 +231,9 @@ class RedisTier(Tier):
         is_forced: bool = False,
     ) -> bool:
         """As `Values.put_aside`, counted and told. False: nothing was put aside."""
-        aside = await self._values.put_aside(key, seen, is_forced=is_forced, expires_s=_QUARANTINE_S, deadline=deadline)
+        num_bytes = len(seen) if seen is not None and len(seen) > HEADER_BYTES else STRIPE_BYTES
+        expires_s = _QUARANTINE_S if self._aside.keeps(num_bytes) else _REMOVED_S
+        aside = await self._values.put_aside(key, seen, is_forced=is_forced, expires_s=expires_s, deadline=deadline)
         if aside is None:
             _log.info("a record was read damaged, and is gone or another by now tier=%s key=%s", self.name, key)
             return False

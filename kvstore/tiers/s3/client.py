@@ -243,8 +243,16 @@ class S3Client:
             raise self._no_bucket() from error
         return list(answer.get("Errors", ()))
 
-    async def move(self, source: str, target: str, tag: str | None) -> bool:
+    async def move(
+        self, source: str, target: str, tag: str | None, *, keeps: Callable[[int], bool] = lambda _: True
+    ) -> bool:
         """Copy an object and remove it. False: it is not there, or has another ETag than `tag` (`None`: any) by now.
+
+        Args:
+            source: The object's name.
+            target: The copy's.
+            tag: As above.
+            keeps: Whether an object of so many bytes is copied at all.
 
         An endpoint that ignores conditions on copies and removals, as Ceph's gateway does, or refuses them, moves an
         object that took the name since our look, a few requests ago: nothing that it offers closes that gap.
@@ -252,13 +260,14 @@ class S3Client:
         seen = await self.look(source)
         if seen is None or tag not in (None, seen[1]):
             return False
+        copy = target if keeps(seen[0]) else None
         try:
             try:
-                await self._copy_and_remove(source, target, {"CopySourceIfMatch": seen[1]}, {"IfMatch": seen[1]})
+                await self._copy_and_remove(source, copy, {"CopySourceIfMatch": seen[1]}, {"IfMatch": seen[1]})
             except Unavailable as error:
                 if error.details.get("code") not in _NO_CONDITIONS:
                     raise
-                await self._copy_and_remove(source, target, {}, {})
+                await self._copy_and_remove(source, copy, {}, {})
         except (Absent, Taken, Conflict):
             return False
         except NoBucket as error:
@@ -266,11 +275,12 @@ class S3Client:
         return True
 
     async def _copy_and_remove(
-        self, source: str, target: str, if_copied: Mapping[str, str], if_removed: Mapping[str, str]
+        self, source: str, target: str | None, if_copied: Mapping[str, str], if_removed: Mapping[str, str]
     ) -> None:
         origin = {"Bucket": self.bucket, "Key": source}
-        async with self._request(is_conditional=True):
-            await self._client.copy_object(Bucket=self.bucket, Key=target, CopySource=origin, **if_copied)
+        if target is not None:
+            async with self._request(is_conditional=True):
+                await self._client.copy_object(Bucket=self.bucket, Key=target, CopySource=origin, **if_copied)
         async with self._request(is_conditional=True):
             await self._client.delete_object(Bucket=self.bucket, Key=source, **if_removed)
 

@@ -17,6 +17,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.buffers import allocate_exactly
 from kvstore.tiers.gather import gather_all
+from kvstore.tiers.quarantine import QuarantineBudget
 from kvstore.tiers.s3.client import S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
 from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
 _SCAN_STEP_S = 60.0
+_QUARANTINE_BYTES_MAX = 256 << 20
 
 
 class S3Tier(Tier):
@@ -44,6 +46,7 @@ class S3Tier(Tier):
         self._client = client
         self._root = f"{prefix}/" if prefix else ""
         self._num_quarantined = 0
+        self._aside = QuarantineBudget(_QUARANTINE_BYTES_MAX)
         self._closed = False
 
     @classmethod
@@ -147,7 +150,9 @@ class S3Tier(Tier):
             await self._client.delete_all([self._name(key) for key in keys])
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy."""
+        """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy. Beyond
+        256 MiB that this process keeps so, it is only removed.
+        """
         self._check(deadline)
         if seen is None:
             return await self._put_aside(key, reason, None, deadline)
@@ -162,13 +167,19 @@ class S3Tier(Tier):
         async with self._until(deadline, "looking at a record that was found bad"):
             looked = await self._client.look(self._name(key))
         if looked is not None and looked[0] > MAX_RECORD_BYTES:
-            await self._put_aside(key, reason, looked[1], deadline)
+            await self._put_aside(key, reason, looked[1], deadline, is_record=False)
 
-    async def _put_aside(self, key: RecordKey, reason: str, tag: str | None, deadline: Deadline) -> bool:
-        """Put aside the object that was seen with this ETag (`None`: any). False: it is gone, or another one by now."""
+    async def _put_aside(
+        self, key: RecordKey, reason: str, tag: str | None, deadline: Deadline, *, is_record: bool = True
+    ) -> bool:
+        """Put aside the object that was seen with this ETag (`None`: any). False: it is gone, or another one by now.
+
+        What cannot be a record of ours is kept in any case.
+        """
         aside = f"{self._root}quarantine/{format_name(key)}"
+        keeps = self._aside.keeps if is_record else lambda _: True
         async with self._until(deadline, "quarantining a record"):
-            if not await self._client.move(self._name(key), aside, tag):
+            if not await self._client.move(self._name(key), aside, tag, keeps=keeps):
                 _log.info("a record was read damaged, and is gone or another by now tier=%s key=%s", self.name, key)
                 return False
         self._num_quarantined += 1

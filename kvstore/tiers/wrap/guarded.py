@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.record import Record
@@ -182,8 +182,10 @@ class GuardedTier(Tier):
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         with self._call("usage", deadline):
-            await self._check_version(deadline)
-            return await self.inner.usage(deadline=deadline)
+            usage = await self.inner.usage(deadline=deadline)
+        if not self._version_holds() and not self._reading_version.locked():  # nobody may write for a long time
+            self._background.spawn(self._look_at_version(), "version")
+        return usage
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
         with self._call("concerns", deadline):
@@ -251,11 +253,11 @@ class GuardedTier(Tier):
         Raises:
             Unavailable: It is a newer release's now, or cannot be read.
         """
-        if self._closed or self._clock.monotonic_s() < self._version_holds_until_s:
+        if self._closed or self._version_holds():
             return
         async with deadline.scope(f"reading the version of tier {self.name}"), self._reading_version:
             self._check_closed_breaker()
-            if self._clock.monotonic_s() < self._version_holds_until_s:
+            if self._version_holds():
                 return
             try:
                 await self._read_version(deadline)
@@ -263,6 +265,14 @@ class GuardedTier(Tier):
                 if self._breaker.gave_proof():
                     self._opened(str(error))
                 raise Unavailable(error.message, **error.details) from error
+
+    async def _look_at_version(self) -> None:
+        """As `_check_version`, for nobody: a tier that is slow to answer this is not left alone for it."""
+        with suppress(KVStoreError):
+            await self._check_version(Deadline.after(_PROBE_S, self._clock))
+
+    def _version_holds(self) -> bool:
+        return self._clock.monotonic_s() < self._version_holds_until_s
 
     async def _read_version(self, deadline: Deadline) -> None:
         check_store_version(await self.inner.get_manifest(STORE_VERSION_PLACE, deadline=deadline), self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,33 @@ def test_whole_ranks(tmp_path: Path) -> None:
     for model in ("hybrid of 27B", "Llama 70B, one rank of 8"):
         assert found[f"{model}: save"]["bytes"] == found[f"{model}: load"]["bytes"] > 0
         assert found[f"{model}: load"]["share"] > 0
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_interrupted(tmp_path: Path, whole_group: bool) -> None:
+    """Ctrl-C ends the kit and its stage at once, also if only the kit's own process gets it; the file says how far it
+    came."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--stages", "order,copies"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as kit:
+        assert kit.stderr is not None
+        kit.stderr.readline()  # the stage runs
+        (os.killpg if whole_group else os.kill)(kit.pid, signal.SIGINT)
+        _, log = kit.communicate(timeout=60)
+        assert kit.returncode == 130 and "interrupted" in log
+    stages = json.loads(out.read_text())["stages"]
+    assert (stages["order"]["status"], stages["copies"]["status"]) == ("interrupted", "not run")
+
+
+@pytest.mark.parametrize("out", [".", "", "no such folder/gpu.json"])
+def test_a_file_that_cannot_be_written(tmp_path: Path, out: str) -> None:
+    """One line says so, before anything runs."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", out]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--out: cannot write" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stage_that_does_not_end(tmp_path: Path) -> None:

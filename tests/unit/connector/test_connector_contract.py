@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import connector
 from connector import inert
 from connector.connector import KVStoreConnector
-from connector.contract import BASE, TESTED_RELEASES, Use, missing, release_of
+from connector.contract import BASE, Use, is_tested, missing, release_of
 from connector.plugin import register
 
 
@@ -55,17 +55,33 @@ def start(chosen: type, caplog: pytest.LogCaptureFixture, **settings: Any) -> tu
         ("1.0", (1, 0)),
         ("dev", None),
         ("", None),
+        (None, None),
+        ((0, 32), None),
+        (b"0.32.0", None),
     ],
 )
-def test_versions_are_compared_as_numbers(version: str, release: tuple[int, int] | None) -> None:
-    """0.320 is not 0.32, however they begin."""
+def test_versions_are_compared_as_numbers(version: object, release: tuple[int, int] | None) -> None:
+    """0.320 is not 0.32, however they begin. What is no text is no release, and no error."""
     assert release_of(version) == release
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        *((version, True) for version in ("0.32.0", "0.32", "v0.32.1", "0.32.1+cpu", "0.32.0.post1")),
+        *((version, False) for version in ("0.32.1rc1", "0.33.1.dev12+g1234567", "0.32-dev", "0.32.x", " 0.32.0")),
+        *((version, False) for version in ("0.29.0", "0.320.0", "1.0", "dev", "", None, 0.32)),
+    ],
+)
+def test_development_builds_are_not_tested(version: object, expected: bool) -> None:
+    """A build between two releases may have what only the next one has."""
+    assert is_tested(version) is expected
 
 
 def test_the_installed_vllm_has_all_of_it() -> None:
     """The table is right for the release that the suite runs on, which is a tested one."""
     assert missing() == []
-    assert release_of(vllm.__version__) in TESTED_RELEASES
+    assert is_tested(vllm.__version__)
     assert connector.KVStoreConnector is KVStoreConnector is connector.KVStoreConnector
 
 
@@ -113,6 +129,30 @@ def test_every_hook_of_ours_is_in_the_table() -> None:
 def test_what_is_missing_is_named(use: Use, lack: str) -> None:
     """A module, a name, a field, a parameter, a hook, its parameters, a hook that we do not know."""
     assert missing((use,)) == [lack]
+
+
+@pytest.mark.parametrize("seen", [None, 7, dict.get, type])
+def test_a_hook_that_tells_no_parameters(monkeypatch: pytest.MonkeyPatch, seen: object) -> None:
+    """What stands in a hook's place, it is named."""
+    monkeypatch.setattr(KVConnectorBase_V1, "get_transfer_results", seen)
+    (lack,) = missing()
+    assert "get_transfer_results" in lack
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no driver"), OSError("no file"), KeyError("no key")])
+def test_a_module_whose_import_raises(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """It is missing, whatever it raised; the error is named."""
+
+    class Failing:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "vllm.v1.request":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "vllm.v1.request")
+    monkeypatch.setattr(sys, "meta_path", [Failing(), *sys.meta_path])
+    assert missing((Use("vllm.v1.request", "Request"),)) == [
+        f"vllm.v1.request (its import raised {type(error).__name__}: {error})"
+    ]
 
 
 def test_a_hook_that_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -152,3 +152,26 @@ def test_a_directory_that_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) 
     access, space, medium = run_checks([directory.directory_check(Path("/closed/records"), None)], timeout_s=30)
     assert access.verdict is Verdict.FAILED and "/closed/records" in access.seen and "chmod +x" in access.fix
     assert space.seen == medium.seen == "see directory"
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("place", ["proc", "file", "below a file", "a file inside"])
+def test_the_doctor_refuses_the_directories_that_serve_refuses(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also as root, whom rights do not stop: what cannot be made is tried, and what is in the way is looked at."""
+    (tmp_path / "file").write_text("no directory")
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "v1").write_text("in the way")
+    cold = {
+        "proc": "/proc/kvstore/records",
+        "file": f"{tmp_path}/file",
+        "below a file": f"{tmp_path}/file/records",
+        "a file inside": f"{tmp_path}/records",
+    }[place]
+    monkeypatch.setenv("KVSTORE_COLD", f"file://{cold}")
+    assert main(["serve", "--listen", f"unix:{tmp_path}/s", "--admin-listen", "off", "--memory-bytes", "16MiB"]) == 1
+    capsys.readouterr()
+    main(["doctor", "--json", "--url", "none", "--timeout", "30"])
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["directory"]["verdict"] == "failed", found["directory"]

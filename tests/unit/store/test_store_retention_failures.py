@@ -97,9 +97,11 @@ async def test_what_serves_no_hit_stays_while_it_is_pinned(world: World) -> None
     assert await world.held(path) == [0, 3, 0]
 
 
-async def test_a_tier_that_refuses_leaves_no_hole(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tier_that_refuses_leaves_no_hole(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Deletes fail half-way: what is hidden stays hidden, nothing is taken off before it is deleted, and the next round
-    finishes it.
+    finishes it. The log says why, once, since `status` sends whoever sees the failures there.
     """
     path = await world.save("a", 3)
     real = world.tier.delete
@@ -116,6 +118,8 @@ async def test_a_tier_that_refuses_leaves_no_hole(world: World, monkeypatch: pyt
     assert not table.rows(Level.COLD).any()
     assert await world.used_bytes() == 3 * BOUNDARY_BYTES
     assert world.meters.get("retention_failures", tier=world.tier.name) == 1
+    assert await retention.round() == 0
+    assert [record.getMessage().count("not now") for record in caplog.records if "deleted" in record.message] == [1]
     monkeypatch.setattr(world.tier, "delete", real)
     assert await retention.round() == 3 * BOUNDARY_BYTES
     assert await world.held(path) == [0, 0, 0]

@@ -11,6 +11,8 @@ export async function view({ ask, query, signal }) {
   const hours = query.get("hours") ?? "1";
   const [history, { requests }] = await Promise.all([ask("/v1/history", { query: { hours } }), ask("/v1/requests")]);
   signal.throwIfAborted();
+  const wanted = query.get("request"); // a link to one request
+  if (wanted && !document.querySelector("dialog")) explain(wanted);
   const head = h("div", { class: "title" }, h("h1", {}, "Where lookups stop, and why"), h("div", { class: "controls" }, span(hours, "misses")));
   return [head, over(history), meanings(history), latest(requests)];
 }
@@ -65,8 +67,10 @@ function listed(requests) {
 }
 
 async function explain(request) {
+  history.replaceState(null, "", `#misses?${new URLSearchParams({ request })}`); // the address of this page is a link to it
   const place = h("div", {}, placeholder("Looking into it…"));
-  dialog("Why no further?", (close) => [place, h("div", { class: "actions" }, h("button", { type: "button", onclick: close }, "Close"))]);
+  const box = dialog("Why no further?", (close) => [place, h("div", { class: "actions" }, h("button", { type: "button", onclick: close }, "Close"))]);
+  box.addEventListener("close", () => history.replaceState(null, "", "#misses"));
   try {
     const told = await askAlone("/v1/requests/explain", { query: { request } });
     const detail = Object.entries(told.detail).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)]);

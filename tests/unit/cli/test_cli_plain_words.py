@@ -1,0 +1,110 @@
+"""What verbs print is right to the letter: help, numbers with their nouns, what was done, how a field was typed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli.main import _VERBS, main
+from kvstore.cli.shown import amounts_text, counted
+from kvstore.settings import Settings
+from kvstore.wire.address import parse_address
+from tests.unit.admin.admin_world import prompt_of, world
+
+Run = Callable[..., Coroutine[Any, Any, tuple[int, str]]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    async def call(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = await asyncio.to_thread(main, arguments)
+        said = capsys.readouterr()
+        return status, " ".join((said.out + said.err).split())
+
+    return call
+
+
+@pytest.mark.parametrize("verb", ["", *(verb for verb in _VERBS if verb not in ("bench", "demo"))])  # other programs
+def test_no_flag_has_a_type_in_its_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag takes no value: `--json <bool>` would be typed as it stands there, and refused."""
+    assert main([*([verb] if verb else []), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--help" in out and "bool" not in out.lower().replace("boolean", "bool")
+
+
+def test_the_help_of_serve_has_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it would be typed; `not set` where there is none."""
+    assert main(["serve", "--help"]) == 0
+    out = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert out.count("[default: ") == len(Settings.model_fields)
+    for default in ("127.0.0.1:7070", "unix:/run/kvstore.sock", "not set", "256MiB", "30.0", "memory:"):
+        assert f"[default: {default}]" in out
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_a_wrong_setting_is_named_as_it_was_typed(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flag as a flag, a variable as a variable, a key with its file."""
+    (tmp_path / "a.toml").write_text('lease_s = "long"\n' if source == "file" else "")
+    if source == "environment":
+        monkeypatch.setenv("KVSTORE_LEASE_S", "long")
+    flags = ["--lease-s", "long"] if source == "flag" else []
+    assert main(["serve", "--config", str(tmp_path / "a.toml"), *flags]) == 2
+    typed = {"flag": "as --lease-s", "environment": "as KVSTORE_LEASE_S", "file": f"in {tmp_path}/a.toml"}[source]
+    said = capsys.readouterr().err
+    assert "setting lease_s: " in said and f"(given {typed})" in said
+
+
+def test_numbers_have_their_nouns() -> None:
+    assert [counted(number, "boundary", "boundaries") for number in (0, 1, 2, 1024)] == [
+        *("0 boundaries", "1 boundary", "2 boundaries", "1,024 boundaries")
+    ]
+    assert (
+        amounts_text({"s3": {"num_boundaries": 1, "num_records": 1, "num_bytes": 5}})
+        == "1 boundary in s3 (1 record, 5 B)"
+    )
+
+
+def test_simulate_names_all_policies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["simulate", str(tmp_path / "x.jsonl"), "--policy", "foo"]) == 2
+    said = capsys.readouterr().err
+    assert all(policy in said for policy in ("auto", "clairvoyant", "lru", "s3fifo", "flops_per_byte"))
+
+
+async def test_unpin_and_quota_say_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Of a pin whether there was one; of a quota what was removed. Setting a maximum keeps the guarantee, and the other
+    way round."""
+    async with world(tmp_path, with_tokens=False) as made:
+        monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.removeprefix("http://"))
+        prompt = await made.save(prompt_of("a"))
+        place = (prompt.namespace.hex(), prompt.boundary(64).prefix.hex())
+        assert "nothing to do, it was not pinned" in (await run("unpin", *place))[1]
+        assert (await run("pin", *place))[0] == 0
+        assert "it was pinned until 20" in (await run("unpin", *place))[1]
+        await run("quota", "red", "--guaranteed", "1MiB")
+        assert "1.0 MiB" in (await run("quota", "red", "--maximum", "20MiB"))[1]
+        assert "20.0 MiB" in (await run("quota", "red", "--guaranteed", "2MiB"))[1]
+        shown = (await run("quota", "red", "--maximum", "none"))[1]
+        assert "2.0 MiB" in shown and "20.0 MiB" not in shown
+        removed = (await run("quota", "red", "--remove"))[1]
+        assert "removed the quota of red" in removed and "2.0 MiB guaranteed" in removed
+
+
+async def test_a_wrong_token_is_not_an_absent_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """The service answers: the verb says so, and where a token is given."""
+    async with world(tmp_path) as made:
+        await made.server.listen([parse_address("tcp://127.0.0.1:0")])
+        url = str(made.server.addresses[-1])
+        monkeypatch.setenv("KVSTORE_TOKEN", "nobody's token")
+        status, said = await run("status", "--url", url, "--timeout", "30")
+    assert status == 1 and "not reachable" not in said
+    assert "the service answers, and refuses this token" in said and "--token-file" in said
