@@ -88,7 +88,7 @@ class Losses:
         detail: Mapping[str, object] | None = None,
         records: int = 1,
     ) -> None:
-        """Report a record that is lost for good.
+        """Report records that are lost for good: some or all slices of one page, tail or state.
 
         Args:
             request_id: vLLM's id of the request that computed it.
@@ -97,7 +97,7 @@ class Losses:
             group: Its group.
             reason: Why.
             detail: The evidence, plain values.
-            records: How many slices of it this is about.
+            records: How many: one for each slice.
         """
         if self._meters is not None:
             self._meters.add("connector_saves_lost", records, reason=reason.value)

@@ -257,7 +257,7 @@ class Saves:
             if any(0 in ids for ids in block_ids):
                 # it left the window before its turn; later pages can be used without it
                 assert may_lose_blocks(group.facts.kind), "a block of full attention is gone"
-                self._meters.add("connector_saves", outcome="window_passed")
+                self._meters.add("connector_saves", group.slices.num_slices, outcome="window_passed")
                 state.cursors[index] = page.stop_tokens
                 continue
             yield page, block_ids
@@ -365,13 +365,15 @@ class Saves:
         self._end(job_id, withdrawn=True)
         if (state := self._ledger.find(job.request_id)) is not None:
             self._note_loss(state, job)
-        self._meters.add("connector_saves", outcome=reason.value.removeprefix("save_"))
+        num_records = self._shape.groups[job.group].slices.num_slices
+        self._meters.add("connector_saves", num_records, outcome=reason.value.removeprefix("save_"))
         self._losses.tell(
             request_id=job.request_id,
             namespace=job.namespace,
             boundary=Boundary(job.stop_tokens, job.prefix),
             group=job.group,
             reason=reason,
+            records=num_records,
         )
 
     def _note_loss(self, state: RequestState, job: SaveJob) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -216,30 +216,33 @@ class Saver:
             open_job = self._open.get(job_id)
             if open_job is None:  # given up when the engine stopped
                 return
-            is_lost = outcome not in ("stored", "exists")
-            is_first = is_lost and not open_job.is_lost  # not by the report: one may have been taken between two slices
-            if is_lost:
-                open_job.is_lost = True
+            if outcome not in ("stored", "exists"):
+                open_job.lost[outcome] += 1
                 self._report.saves_failed.add(job_id)
             open_job.slices -= 1
-            if not open_job.slices:
+            is_last = not open_job.slices
+            if is_last:
                 del self._open[job_id]
                 self._report.saves_done[job_id] = 1
             if not self._open:
                 self._idle.notify_all()
         self._meters.add("connector_saves", outcome=outcome)
-        if is_first:
-            self._tell_loss(open_job.job, outcome)
+        if is_last:
+            self._tell_losses(open_job)
 
-    def _tell_loss(self, job: SaveJob, outcome: str) -> None:
-        self._losses.tell(
-            request_id=job.request_id,
-            namespace=job.namespace,
-            boundary=Boundary(job.stop_tokens, job.prefix),
-            group=job.group,
-            reason=_LOST.get(outcome, Lost.FAILED),
-            detail={} if outcome in _LOST else {"outcome": outcome},
-        )
+    def _tell_losses(self, ended: _Open) -> None:
+        """Tell what a job lost: one report for each outcome, with the number of its records."""
+        job = ended.job
+        for outcome, num_records in ended.lost.items():
+            self._losses.tell(
+                request_id=job.request_id,
+                namespace=job.namespace,
+                boundary=Boundary(job.stop_tokens, job.prefix),
+                group=job.group,
+                reason=_LOST.get(outcome, Lost.FAILED),
+                detail={} if outcome in _LOST else {"outcome": outcome},
+                records=num_records,
+            )
 
     def take_report(self) -> RankReport | None:
         """What was finished since the last call, or `None`."""
@@ -268,8 +271,8 @@ class Saver:
             lost, self._open = list(self._open.values()), {}
         for open_job in lost:
             self._meters.add("connector_saves", open_job.slices, outcome="stopped")
-            if not open_job.is_lost:
-                self._tell_loss(open_job.job, "stopped")
+            open_job.lost["stopped"] += open_job.slices
+            self._tell_losses(open_job)
         self._losses.close()
         if lost:
             requests = {open_job.job.request_id for open_job in lost}
@@ -289,12 +292,12 @@ class _Open:
     Attributes:
         job: What was ordered.
         slices: How many are open.
-        is_lost: One was lost, which is told.
+        lost: How many were not saved, by outcome; told when none is open.
     """
 
     job: SaveJob
     slices: int
-    is_lost: bool = False
+    lost: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

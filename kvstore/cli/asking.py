@@ -113,7 +113,10 @@ def _next_step(said: str, *, is_private: bool, has_token: bool) -> str:
     if "certificate" in said:
         return "see tls_ca_file (KVSTORE_TLS_CA_FILE)"
     if "deadline" in said:
-        return "what listens there does not answer like a data port: is it the administration port, or is it hung?"
+        return (
+            "the service is frozen or very busy: see its process and its log; if those are well, the address may be "
+            "that of its administration port"
+        )
     if is_private:
         return (
             "no private service runs, an engine with url embedded: starts it; name another one with --url or "

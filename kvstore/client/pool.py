@@ -17,9 +17,15 @@ from kvstore.wire.address import Address
 __all__ = ["Pool"]
 
 _log = logging.getLogger(__name__)
-_NOT_REACHABLE = "the store service is not reachable: going on without it, trying again in the background"
-_NEXT_STEP = "start it with `kvstore serve --listen ...`, or set url to `embedded:`"
-_NEXT_STEP_EMBEDDED = "mend what its private service says; is one running already, set url to where that listens"
+_NOT_REACHABLE = "the store service does not answer: going on without it, trying again in the background"
+_NEXT_STEP = "if it does not run, start it with `kvstore serve --listen ...`, or set url to `embedded:`"
+_NEXT_STEP_PRIVATE = (
+    "a private service that has ended is started again, and one that is frozen is used as soon as it goes on: there is "
+    "nothing to do, unless no line says soon that it is reachable; then see service.log in its directory"
+)
+_NEXT_STEP_NOT_STARTED = (
+    "it cannot be started: correct what it says below, or set url to the address of a service that runs"
+)
 
 
 class Pool:
@@ -176,7 +182,9 @@ class Pool:
         if index == 0:
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
-            next_step = _NEXT_STEP_EMBEDDED if self.url == "embedded:" else _NEXT_STEP
+            next_step = _NEXT_STEP
+            if self.url == "embedded:":  # only an error of its start names a log
+                next_step = _NEXT_STEP_NOT_STARTED if "log" in error.details else _NEXT_STEP_PRIVATE
             _log.log(level, "%s; %s url=%s reason=%s", _NOT_REACHABLE, next_step, self.url, error)
 
     async def wait_ready(self, deadline: Deadline) -> None:

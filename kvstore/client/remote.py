@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, P
 from kvstore.client.connection import Connection, Silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.pool import Pool
+from kvstore.client.reports import Reports
 from kvstore.client.sharing import SharedRecords
 from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import Record, read_record
@@ -27,8 +28,6 @@ __all__ = ["RemoteStore"]
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
 """So many are opened again on a new connection, the ones that were used last: weights that change make many of them."""
-_UNTOLD_MAX = 256
-"""Losses that wait for the service: most come while it is away, and for that reason."""
 
 
 class RemoteStore(PageStore):
@@ -49,7 +48,7 @@ class RemoteStore(PageStore):
         self._pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedRecords(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
-        self._untold: deque[Outcome] = deque(maxlen=_UNTOLD_MAX)
+        self._reports = Reports(self._control, options.dead_after_s)
         self._closed = False
 
     @property
@@ -187,13 +186,11 @@ class RemoteStore(PageStore):
             )
 
     def tell(self, outcome: Outcome) -> None:
-        connection = self._pool.now()
-        if connection is not None and not self._closed:
-            _tell(connection, outcome)
-        elif outcome.is_loss and outcome.stop is not None:  # what can never be saved is told again anyway
-            self._untold.append(outcome)
+        if not self._closed:
+            self._reports.add(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
+        await self._tell_first(deadline)
         async with self._control(deadline) as connection:
             if not connection.welcome.explains:
                 raise InvalidRequest("this service is too old to explain", release=connection.welcome.release)
@@ -203,15 +200,22 @@ class RemoteStore(PageStore):
         return answer.values
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
+        await self._tell_first(deadline)
         async with self._control(deadline) as connection:
             answer, _ = await connection.ask(messages.Status, messages.StatusReply, deadline=deadline)
         return answer.values
 
     async def aclose(self) -> None:
         self._closed = True
+        await self._reports.aclose(self._pool.now())
         await self._pool.aclose()
 
     # helpers
+
+    async def _tell_first(self, deadline: Deadline) -> None:
+        """Send what this client has told and the service has not got, so that the answer knows of it."""
+        with suppress(Unavailable):  # the call itself says so
+            await self._reports.send(deadline)
 
     async def _in_namespace(
         self, namespace: NamespaceId, call: Callable[[], Coroutine[Any, Any, Value]], deadline: Deadline
@@ -265,20 +269,12 @@ class RemoteStore(PageStore):
             except KVStoreError:  # refused, perhaps by another release: the others are of use all the same
                 if not connection.open or deadline.expired:
                     raise
-        while self._untold:
-            _tell(connection, self._untold.popleft())
         await self._shared.follow(connection)
 
 
 @lru_cache(_NAMESPACES_MAX)
 def _layout_of(description: NamespaceDescription) -> Layout:
     return description.layout()
-
-
-def _tell(connection: Connection, outcome: Outcome) -> None:
-    welcome = connection.welcome
-    if welcome.explains and (welcome.losses or not outcome.is_loss):  # else it would be taken for the request's own
-        connection.post(convert.outcome_message(outcome))
 
 
 def _plain(record: Record) -> Record:

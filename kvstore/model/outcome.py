@@ -40,6 +40,7 @@ class Outcome:
         content: `content_digest` of the tokens up to `first`. Equal contents with different hashes show prompts whose
             caches are kept separate.
         tenant: The engine's tenant; the service sets it from the verified credential.
+        age_ms: How long before it was sent this happened: a report waits while the service does not answer.
     """
 
     request: str
@@ -55,6 +56,7 @@ class Outcome:
     first: PrefixHash | None = None
     content: bytes = b""
     tenant: str = ""
+    age_ms: int = 0
 
     @property
     def is_loss(self) -> bool:

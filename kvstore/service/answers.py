@@ -131,13 +131,17 @@ class Answers:
     def tell(self, message: messages.Outcome, tenant: str) -> None:
         """Keep what an engine reports of a request.
 
-        A report on a namespace that this tenant has not opened here is dropped.
+        A report on a namespace that is another tenant's is dropped. One that nobody has opened here is open to losses
+        only, which are kept by tenant and looked up in no catalog: ranks tell of them, and a service that was just
+        started may hear of a rank before it hears of the scheduler, which opens the namespace.
 
         Raises:
             InvalidRequest: Something in it is malformed.
         """
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
-        if outcome.namespace is None or self._is_of(tenant, outcome.namespace):
+        namespace = outcome.namespace
+        is_early = outcome.is_loss and namespace not in self._opened
+        if namespace is None or is_early or self._is_of(tenant, namespace):
             self.store.tell(outcome)
 
     async def load(

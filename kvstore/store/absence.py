@@ -160,13 +160,19 @@ def _groups(layout: Layout | None, groups: int) -> dict[str, object]:
 
 
 def _slices(entry: BoundaryEntry, description: NamespaceDescription | None) -> dict[str, object]:
+    """What a boundary lacks now, by group and slice. It may have been completed after the request."""
     if description is None:
         return {}
     layout = description.layout()
-    whole = 0
+    whole, missing = 0, []
     for group, shape in enumerate(layout.groups):
         held = 0
         for level in Level:
             held |= entry.slices[level][group] if level not in entry.leaving else 0
-        whole |= (held == (1 << shape.num_slices) - 1) << group
-    return _groups(layout, whole)
+        num_missing = shape.num_slices - held.bit_count()
+        whole |= (num_missing == 0) << group
+        if num_missing:
+            missing.append(f"{num_missing} of {shape.num_slices} of group {group} ({shape.kind.name})")
+    if not missing:
+        return {"missing_now": "nothing: what was missing was stored after this request"}
+    return {**_groups(layout, whole), "slices_missing": ", ".join(missing)}

@@ -52,7 +52,7 @@ class ToldOutcome:
 
     Attributes:
         outcome: What became of a request.
-        at_ms: Time of the report, since the Unix epoch.
+        at_ms: When it happened, since the Unix epoch.
         number: Sequence number of the report.
         loss: The loss of a record that it needed, known at that time.
         reason: Why the request was resumed no further, as its tenant may know it; until that was looked into, the
@@ -130,9 +130,9 @@ class Explainer:
 
     def tell(self, outcome: Outcome) -> None:
         """Keep an outcome; a later one of the same request takes its place. A loss is kept beside the outcomes."""
-        now_ms = self._clock.wall_ms()
+        at_ms = self._clock.wall_ms() - outcome.age_ms
         if outcome.is_loss:
-            self._losses.note(outcome, now_ms)
+            self._losses.note(outcome, at_ms)
             self._note(outcome, outcome.reason, outcome.reason)
             if outcome.num_lost:
                 reason = outcome.reason if outcome.reason in REASONS else "other"
@@ -141,8 +141,10 @@ class Explainer:
         kept = self._told.setdefault(outcome.tenant, OrderedDict())
         kept.pop(outcome.request, None)
         # now, since a request that misses for a loss may lose the same record itself, which is no reason for its miss
-        loss = self._loss_of(outcome, now_ms)
-        told = ToldOutcome(outcome, now_ms, next(self._numbers), loss, outcome.reason, outcome.reason)
+        loss = self._loss_of(outcome, at_ms)
+        if loss is not None and loss.outcome.request == outcome.request and loss.at_ms > at_ms:
+            loss = None  # told first, since the two came from different processes
+        told = ToldOutcome(outcome, at_ms, next(self._numbers), loss, outcome.reason, outcome.reason)
         kept[outcome.request] = told
         if len(kept) > _KEPT:
             kept.popitem(last=False)

@@ -42,10 +42,15 @@ REASONS = {
     "adapter_unknown": Reason("the content of the request's adapter could not be read", "see the engine's log"),
     # something was slow or broken
     "lookup_timeout": Reason(
-        "the store did not say in time what is there", "see the tiers with `kvstore status`; lookup_timeout_ms"
+        "the store did not say in time what is there",
+        "`kvstore doctor` tests the service and its tiers; where those are well but slow, a larger lookup_timeout_ms",
     ),
-    "lookup_failed": Reason("the store could not be asked", "is the service running? `kvstore status`"),
-    "stage_timeout": Reason("the service did not end the fetch in time", "see the tiers with `kvstore status`"),
+    "lookup_failed": Reason(
+        "the store could not be asked", "`kvstore doctor` says whether the service runs; its log says since when"
+    ),
+    "stage_timeout": Reason(
+        "the service did not end the fetch in time", "`kvstore doctor` tests the service and its tiers"
+    ),
     "stage_failed": Reason("the fetch failed", "see the engine's and the service's log"),
     "shared_fetch_failed": Reason("another request was fetching the same, and failed", "explain that one"),
     "deadline": Reason(
@@ -54,9 +59,11 @@ REASONS = {
     ),
     "stall": Reason(
         "no record began or ended to arrive from the tier for stall_timeout_ms",
-        "see the tiers with `kvstore status`; if the link is slow, raise stall_timeout_ms here and in the connector",
+        "`kvstore doctor` tests the tiers; if the link is slow, raise stall_timeout_ms here and in the connector",
     ),
-    "tier_failed": Reason("a tier did not answer, and what it holds was not used", "`kvstore status`: is it healthy?"),
+    "tier_failed": Reason(
+        "a tier did not answer, and what it holds was not used", "`kvstore doctor` names the tier and what to do"
+    ),
     "node_memory": Reason(
         "this node's memory had no room for all of it", "a larger memory_bytes; three quarters of it can be on its way"
     ),
@@ -73,8 +80,9 @@ REASONS = {
     ),
     # it is not stored
     "group_incomplete": Reason(
-        "of the pages that this point needs, not all groups are stored",
-        "wait, they may be on their way; else see saves and write_back_dropped in `kvstore status`",
+        "some of the records that this point needs are not stored",
+        "nothing, if it happens once: the next request that computes them saves them; else see the losses and "
+        "write_back_dropped in `kvstore status --all`",
     ),
     "evicted": Reason("it was stored, and left when a byte budget was reached", "a larger budget, or a pin"),
     "quota": Reason("it was stored, and left when the tenant's quota was reached", "a larger quota, or a pin"),
@@ -119,7 +127,7 @@ REASONS = {
     ),
     "save_failed": Reason(
         "it was computed, but not saved: the service did not take it",
-        "does it run, and has it room? `kvstore status`",
+        "the service was stopped, killed or frozen at that time, or had no room: its log and the engine's tell which",
     ),
     "save_not_hashed": Reason(
         "it was computed before its prompt was hashed, and could not be saved",

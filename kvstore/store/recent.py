@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -20,7 +20,6 @@ _STEP_S = 10
 class _Step:
     """Counts of one step, and for what can never be saved the `pinned_bytes` that would do and the one that is set."""
 
-    number: int
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     too_large: tuple[int, int] = (0, 0)
 
@@ -34,15 +33,21 @@ class Recent:
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._steps: deque[_Step] = deque(maxlen=WINDOW_S // _STEP_S)
+        self._steps: dict[int, _Step] = {}  # by number
 
     def count(self, outcome: Outcome, reason: str | None = None) -> None:
-        """Add one request, or one loss; `reason`: the one that was found, in place of the engine's own."""
+        """Add one request, or one loss, in the step in which it happened; `reason`: the one that was found, in place
+        of the engine's own.
+        """
         reason = outcome.reason if reason is None else reason
-        number = self._step()
-        if not self._steps or self._steps[-1].number != number:
-            self._steps.append(_Step(number))
-        step = self._steps[-1]
+        first = self._first()
+        number = self._step(outcome.age_ms / 1000)
+        if number < first:
+            return
+        if number not in self._steps:
+            self._steps = {old: step for old, step in self._steps.items() if old >= first}
+            self._steps[number] = _Step()
+        step = self._steps[number]
         counts = step.counts
         if outcome.is_loss:
             counts["losses", reason if reason in REASONS else "other"] += outcome.num_lost
@@ -64,11 +69,11 @@ class Recent:
         save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are those of the
         meters `requests`, `request_tokens` and `saves_lost`.
         """
-        first = self._step() - WINDOW_S // _STEP_S + 1
+        first = self._first()
         total: Counter[tuple[str, str]] = Counter()
         needs_bytes, pinned_bytes = 0, 0
-        for step in self._steps:
-            if step.number >= first:
+        for number, step in self._steps.items():
+            if number >= first:
                 total += step.counts
                 needs_bytes, pinned_bytes = max((needs_bytes, pinned_bytes), step.too_large)
         told: dict[str, dict[str, int]] = {
@@ -82,8 +87,13 @@ class Recent:
             told[of][name] = amount
         return {"window_s": WINDOW_S, **told}
 
-    def _step(self) -> int:
-        return int(self._clock.monotonic_s() // _STEP_S)
+    def _step(self, age_s: float = 0.0) -> int:
+        """The number of the step `age_s` ago."""
+        return int((self._clock.monotonic_s() - age_s) // _STEP_S)
+
+    def _first(self) -> int:
+        """The number of the oldest step that counts."""
+        return self._step() - WINDOW_S // _STEP_S + 1
 
 
 def _whole(value: object) -> int:

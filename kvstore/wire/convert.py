@@ -35,6 +35,7 @@ __all__ = [
 _TEXT_MAX = 256
 _DETAILS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1
+_AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
 
 
@@ -237,6 +238,7 @@ def outcome_message(outcome: Outcome) -> messages.Outcome:
         groups=outcome.groups.to_bytes((outcome.groups.bit_length() + 7) // 8, "little"),
         first=outcome.first or b"",
         content=outcome.content,
+        age_ms=outcome.age_ms,
     )
 
 
@@ -276,6 +278,7 @@ def parse_outcome(message: messages.Outcome) -> Outcome:
         groups=int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little"),
         first=PrefixHash(message.first) if message.first else None,
         content=message.content,
+        age_ms=min(message.age_ms, _AGE_MS_MAX),
     )
 
 

@@ -301,7 +301,11 @@ class Discarded(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Message):
-    """Not answered. `namespace`, `stop_prefix`, `first` and `content` are empty for none; `groups` is little-endian."""
+    """Not answered. `namespace`, `stop_prefix`, `first` and `content` are empty for none; `groups` is little-endian.
+
+    Attributes:
+        age_ms: How long before it was sent this happened, so that clocks need not agree.
+    """
 
     type: ClassVar[str] = "outcome"
     request: str
@@ -317,6 +321,7 @@ class Outcome(Message):
     groups: bytes = b""
     first: bytes = b""
     content: bytes = b""
+    age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

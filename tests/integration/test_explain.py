@@ -29,7 +29,7 @@ from kvstore.service.credentials import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
@@ -394,6 +394,26 @@ async def test_a_group_that_was_not_stored(tmp_path: Path) -> None:
         )
         told: Any = await store.explain("a", deadline=soon())
     assert (told["reason"], told["detail"]["groups_missing"]) == ("group_incomplete", "1 (recurrent)")
+
+
+async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
+    """Of a model with one group, one of two slices: both are named; or that nothing is missing any more."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    first, second = prompt.records()
+    miss = Outcome("a", prompt.namespace, 80, 64, 0, 0, "nothing_stored", stop=prompt.boundary(64))
+    async with open_store(directory(tmp_path)) as store:
+        await store.open_namespace(prompt.description, deadline=soon())
+        await store.save(first, ack=Ack.COLD, deadline=soon())
+        await asyncio.sleep(1.1)  # times of the catalog are whole seconds
+        store.tell(miss)
+        told: Any = await store.explain("a", deadline=soon())
+        assert told["reason"] == "group_incomplete" and "on their way" not in told["advice"]
+        assert told["detail"]["groups_missing"].startswith("0 (")
+        assert told["detail"]["slices_missing"].startswith("1 of 2 of group 0 (")
+        await store.save(second, ack=Ack.COLD, deadline=soon())
+        told = await store.explain("a", deadline=soon())
+        assert told["reason"] == "group_incomplete" and "groups_missing" not in told["detail"]
+        assert told["detail"]["missing_now"].startswith("nothing")
 
 
 async def test_one_tenants_requests_do_not_push_out_anothers() -> None:

@@ -202,6 +202,7 @@ async def test_a_service_that_was_away(service: Service) -> None:
     await service.start()
     await engine.wait_ready(deadline=soon())
     await other.wait_ready(deadline=soon())
+    await tell(engine)
     await tell(other, miss("second", 64))
     assert (await explain(other, "second"))["reason"] == "save_failed"
 

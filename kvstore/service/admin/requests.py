@@ -34,7 +34,7 @@ class RequestSummary(BaseModel):
 
     request: str = Field(description="vLLM's id")
     tenant: str = Field(description="whose engine it was")
-    at: str = Field(description="when it was told, ISO 8601 in UTC")
+    at: str = Field(description="when it happened, ISO 8601 in UTC")
     prompt_tokens: int
     resume_tokens: int = Field(description="up to where it was resumed")
     result: Literal["hit", "part", "miss", "local"]

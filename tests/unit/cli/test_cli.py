@@ -17,6 +17,7 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
 from kvstore.cli.reindex import _Remembered
 from kvstore.settings import Settings
+from kvstore.testing.service_process import ServiceProcess
 from kvstore.tiers.locations import FileLocation
 
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
@@ -32,6 +33,16 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
         env={**os.environ, **environment},
     )
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "explain"])
+def test_a_frozen_service_is_called_frozen(tmp_path: Path, verb: str) -> None:
+    """The likelier cause comes first; whoever answers nothing at all is seldom another port."""
+    with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
+        service.freeze()
+        code, _, err = run(verb, "--url", service.url, "--timeout-s", "1")
+    assert code == 1 and len(err.splitlines()) == 1
+    assert err.index("frozen or very busy") < err.index("administration port")
 
 
 def test_version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Deadline, SaveOutcome
-from kvstore.client import BlockingStore, EmbeddedOptions
+from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.client.embedded import EmbeddedService, default_directory, private_socket_path
 from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest, Unavailable
@@ -219,8 +220,30 @@ def test_a_service_that_cannot_start_names_its_log(tmp_path: Path, caplog: pytes
         store.wait_ready(deadline=Deadline.after(3))
     assert "memory_bytes" in (tmp_path / "e" / "service.log").read_text()
     (warning,) = (record.message for record in caplog.records if "going on without it" in record.message)
-    assert "mend what its private service says" in warning
+    assert "correct what it says" in warning
     assert "said=kvstore service:" in warning and "memory_bytes" in warning
+
+
+def test_a_frozen_service_is_not_to_be_mended(options: EmbeddedOptions, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says that nothing need be done: the service is used again by itself."""
+    quick = ClientOptions(dead_after_s=0.2, hello_timeout_s=0.2)
+    caplog.set_level(logging.INFO, "kvstore.client")
+    with BlockingStore("embedded:", embedded=options, options=quick) as store:
+        store.wait_ready(deadline=soon())
+        pid = pid_of(store)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ends_s = time.monotonic() + 20
+            while not caplog.records:
+                with pytest.raises(Unavailable):
+                    store.status(deadline=Deadline.after(0.1))
+                assert time.monotonic() < ends_s
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        store.wait_ready(deadline=soon())
+    warning, cleared = (record.message for record in caplog.records[:2])
+    assert "going on without it" in warning and "nothing to do" in warning and "correct what" not in warning
+    assert "is reachable" in cleared
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
-from connector.facts import GroupFacts
+from connector.facts import CellFacts, GroupFacts
 from connector.identity import CacheShape, read_shape
 from connector.jobs import RankReport, SaveJob
 from connector.losses import Losses
@@ -46,11 +47,13 @@ class Told(Losses):
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int, int, str]] = []
+        self.num_records = 0
 
     def tell(  # type: ignore[override]
-        self, *, request_id: str, boundary: Boundary, group: int, reason: str, **_: object
+        self, *, request_id: str, boundary: Boundary, group: int, reason: str, records: int, **_: object
     ) -> None:
         self.told.append((request_id, boundary.tokens, group, reason))
+        self.num_records += records
 
 
 class World:
@@ -360,3 +363,16 @@ def test_resumed_requests_hash_what_they_generated() -> None:
     at.step(60, [], [1, 2, 3, 4])
     at.state.resume()
     assert (len(at.state.prompt), at.state.hashed, at.state.lookup) == (60, None, None)
+
+
+def test_what_is_lost_before_a_rank_has_it_is_counted_in_records() -> None:
+    """One for each slice, as the ranks count theirs."""
+    four_heads = replace(FULL, content=CellFacts(4, 4, 4, 4, 2, "bfloat16"))
+    at = World(four_heads, prompt=40)
+    num_slices = at.shape.groups[0].slices.num_slices
+    assert num_slices > 1
+    at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
+    num_jobs = len(at.saves)
+    at.saves.close()
+    assert at.losses.num_records == num_jobs * num_slices > 0
+    assert at.meters.get("connector_saves", outcome="stopped") == num_jobs * num_slices

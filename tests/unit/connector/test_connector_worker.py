@@ -272,21 +272,37 @@ def test_what_an_engine_loses_when_it_stops_is_named(
     bridge.store.held.clear()
 
 
-def test_a_page_of_which_two_slices_are_lost_is_told_once(rank: Make, bridge: LoopBridge) -> None:
-    """Also if a report goes to the scheduler side between the two, or the engine stops before the second."""
+def test_each_lost_record_is_counted_once(rank: Make, bridge: LoopBridge) -> None:
+    """A page is told of when its last slice has ended, once for each reason, also if a report goes to the scheduler
+    side in between or the engine stops first: what is told adds up to what `connector_saves` counts.
+    """
     source, told = rank(), []
     saver = source.side.saver
     assert saver is not None
-    saver._losses.tell = lambda **loss: told.append((loss["boundary"].tokens, loss["reason"]))  # type: ignore[method-assign]
+    tell = saver._losses.tell
+
+    def note(**loss: Any) -> None:
+        told.append((loss["boundary"].tokens, loss["reason"], loss["records"]))
+        tell(**loss)
+
+    saver._losses.tell = note  # type: ignore[method-assign]
     bridge.store.held.add("save")
     source.side.save(source.jobs((64, 128, 160)))
-    for job_id, slices in ((0, 1), (1, HEADS), (0, 1)):
-        for _ in range(slices):
-            saver._done(job_id, "failed")
+    for job_id, outcomes in (
+        (0, ["failed"]),
+        (1, ["failed"] * HEADS),
+        (0, ["stored", "busy", "failed"]),
+        (2, ["busy"]),
+    ):
+        for outcome in outcomes:
+            saver._done(job_id, outcome)
         source.side.take_report()
-    assert told == [(64, "save_failed"), (128, "save_failed")]
+    assert told == [(128, "save_failed", HEADS), (64, "save_failed", 2), (64, "save_busy", 1)]
     saver.finish(0.1)
-    assert told == [(64, "save_failed"), (128, "save_failed"), (160, "save_stopped")]
+    assert told[3:] == [(160, "save_busy", 1), (160, "save_stopped", HEADS - 1)]
+    for outcome, num in (("failed", HEADS + 2), ("busy", 2), ("stopped", HEADS - 1)):
+        assert source.meters.get("connector_saves", outcome=outcome) == num
+        assert source.meters.get("connector_saves_lost", reason=f"save_{outcome}") == num
     bridge.store.held.clear()
 
 
@@ -300,7 +316,7 @@ def test_an_engine_that_stops_tells_all_that_it_loses(
     bridge.store.held.add("save")
     source.side.save(source.jobs((64,) * 150))
     source.side.shutdown()
-    eventually(lambda: sum(outcome.num_lost for outcome in told) == 150, 0.5)
+    eventually(lambda: sum(outcome.num_lost for outcome in told) == 150 * HEADS, 0.5)
     bridge.store.held.clear()
 
 

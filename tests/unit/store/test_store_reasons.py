@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from kvstore.catalog.base import LeaveReason
+from kvstore.cli.status_findings import _LATE
 from kvstore.store.reasons import LEFT, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -16,6 +19,16 @@ def test_every_word_is_documented() -> None:
     rows = re.findall(r"^\| (?:`(\w+)`|none) \| (.+?) \|", (ROOT / "docs/explain.md").read_text(), re.MULTILINE)
     told = {word: why for word, why in rows if why in {reason.why for reason in REASONS.values()}}
     assert told == {word: reason.why for word, reason in REASONS.items()}
+
+
+@pytest.mark.parametrize("word", [word for word in REASONS if word in _LATE or word.startswith("save_")])
+def test_advice_does_not_go_in_a_circle(word: str) -> None:
+    """`kvstore status` shows what to do about these reasons, and so does the doctor of losses: neither sends its reader
+    to itself, or to the other one and back."""
+    advice = REASONS[word].advice
+    assert advice and "kvstore status" not in advice
+    if word.startswith("save_"):
+        assert "kvstore doctor" not in advice
 
 
 def test_every_way_to_leave_has_a_word() -> None:

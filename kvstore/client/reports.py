@@ -1,0 +1,137 @@
+"""What an engine has to tell its service: kept while the service does not answer, and sent once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
+
+from kvstore.api import Outcome
+from kvstore.client.connection import Connection
+from kvstore.errors import Closed, KVStoreError
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.wire import convert
+
+__all__ = ["KEPT", "KEPT_S", "Reports"]
+
+_log = logging.getLogger(__name__)
+
+KEPT = 4096
+"""Reports that wait for the service; of more, the oldest are dropped. A service keeps as many losses of a tenant."""
+
+KEPT_S = 300.0
+"""A report that has waited longer is dropped: a service's status counts the last five minutes."""
+
+_TOGETHER = 64
+"""Reports that are sent after one ping."""
+
+_PAUSE_S = 0.25
+"""Between two attempts while the service does not answer."""
+
+
+class Reports:
+    """A bounded queue of outcomes and losses, which outlives connections. Belongs to one event loop.
+
+    Reports have no answers. So each batch is sent after the service has answered a ping on the same connection, and not
+    again: a service that is frozen or gone is told nothing, and none is told twice. What a service was told before it
+    died is lost with it, as all that it was told.
+
+    Args:
+        control: Lends the control connection; raises as `RemoteStore`'s calls do.
+        patience_s: A ping that is not answered for so long has failed.
+        clock: For the age of reports.
+    """
+
+    def __init__(
+        self,
+        control: Callable[[Deadline], AbstractAsyncContextManager[Connection]],
+        patience_s: float,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._control = control
+        self._patience_s = patience_s
+        self._clock = clock
+        self._waiting: deque[tuple[float, Outcome]] = deque()  # with the time of `add`, the oldest first
+        self._num_dropped = 0
+        self._turn = asyncio.Lock()
+        self._tasks = Background("reports")
+        self._sending: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, outcome: Outcome) -> None:
+        """Have a report sent as soon as the service answers. Returns at once and never fails; on the loop's thread."""
+        self._waiting.append((self._clock.monotonic_s(), outcome))
+        self._forget_some()
+        if self._sending is None or self._sending.done():
+            with suppress(Closed):
+                self._sending = self._tasks.spawn(self._send_later(), "send", is_nobodys=True)
+
+    async def send(self, deadline: Deadline) -> None:
+        """Send what waits.
+
+        Raises:
+            Unavailable: The service does not answer; what was not sent is kept.
+            Closed: The client is closed.
+
+        If cancelled, what was not sent is kept.
+        """
+        if not self._waiting:
+            return
+        async with deadline.scope("telling the service"):
+            await self._turn.acquire()
+        try:
+            while self._waiting:
+                async with self._control(deadline) as connection:
+                    await connection.ping(deadline)
+                    if connection.open:
+                        self._post(connection, _TOGETHER)
+        finally:
+            self._turn.release()
+
+    async def aclose(self, connection: Connection | None) -> None:
+        """Send what waits on `connection`, unless that is `None`, without waiting for the service. Idempotent."""
+        await self._tasks.aclose()
+        if connection is not None and connection.open:
+            self._post(connection, len(self._waiting))
+        self._waiting.clear()
+
+    async def _send_later(self) -> None:
+        while self._waiting:
+            try:
+                await self.send(Deadline.after(self._patience_s))
+            except Closed:
+                return
+            except KVStoreError:
+                await asyncio.sleep(_PAUSE_S)
+
+    def _post(self, connection: Connection, most: int) -> None:
+        self._forget_some()
+        now_s, welcome = self._clock.monotonic_s(), connection.welcome
+        for _ in range(min(most, len(self._waiting))):
+            at_s, outcome = self._waiting.popleft()
+            # an older service takes a loss for the outcome of the request itself
+            if welcome.explains and (welcome.losses or not outcome.is_loss):
+                age_ms = int((now_s - at_s) * 1000)
+                connection.post(convert.outcome_message(replace(outcome, age_ms=age_ms)))
+        if self._num_dropped:
+            _log.warning(
+                "the store service does not learn of %d reports for `kvstore explain`: it did not answer for %d s, or "
+                "more than %d were waiting",
+                self._num_dropped,
+                KEPT_S,
+                KEPT,
+            )
+            self._num_dropped = 0
+
+    def _forget_some(self) -> None:
+        oldest_s = self._clock.monotonic_s() - KEPT_S
+        while self._waiting and (len(self._waiting) > KEPT or self._waiting[0][0] < oldest_s):
+            self._waiting.popleft()
+            self._num_dropped += 1
