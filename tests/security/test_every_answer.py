@@ -49,8 +49,8 @@ class OddStore(DictStore):
         found = await super().lookup(query, deadline=deadline)
         return Lookup(self.odd.get("lookup", found.resume_tokens), found.groups_present)
 
-    async def status(self, *, deadline: Deadline) -> Mapping[str, object]:
-        return self.odd.get("status", await super().status(deadline=deadline))  # type: ignore[no-any-return]
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
+        return self.odd.get("status", await super().status(deadline=deadline, tenant=tenant))  # type: ignore[no-any-return]
 
     async def release(self, lease: LeaseId) -> None:
         await super().release(lease)
