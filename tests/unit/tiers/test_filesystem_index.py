@@ -61,7 +61,7 @@ async def test_a_restart_reads_the_index(tmp_path: Path, monkeypatch: pytest.Mon
     forbid_reading_the_directory(monkeypatch)
     tier = await open_tier(tmp_path, num_records=5)
     assert await numbers_in(tier, 6) == [0, 1, 2, 3, 5]
-    assert await tier.usage(deadline=soon()) == TierUsage(5, used.used_bytes, 5 * COST, 0)
+    assert await tier.usage(deadline=soon()) == TierUsage(5, used.used_bytes, 5 * COST, 0, "disk_bytes")
     await put(tier, 7)  # the record that was used longest ago gives way, not the oldest one
     assert await numbers_in(tier, 8) == [0, 2, 3, 5, 7]
     await tier.aclose()
