@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import LeaseId, Staged
-from kvstore.client import connect
+from kvstore.client import ClientOptions, connect
 from kvstore.errors import InvalidRequest
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
@@ -70,7 +70,8 @@ async def test_a_hit_of_any_size_is_answered(
         memory.insert(record)
     server = Server(store)
     await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
-    client = connect(str(server.addresses[0]))
+    # client and service share this loop: what the one computes is no stall of the other
+    client = connect(str(server.addresses[0]), options=ClientOptions(stall_timeout_s=20.0))
     await client.open_namespace(prompt.description, deadline=soon())
     held = LoopHeld()
     direct = await store.stage(prompt.query(), deadline=soon())
