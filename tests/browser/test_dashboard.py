@@ -153,11 +153,11 @@ async def test_one_request_has_a_link(made: World, visiting: Visiting) -> None:
     async with visiting(made.url) as visit:
         await visit.open("misses")
         await visit.page.get_by_role("button", name="to be linked").click()
-        await visit.page.get_by_text("shorter than one block").first.wait_for()
+        await visit.page.get_by_role("dialog").get_by_text("shorter than one block").wait_for()
         link = visit.page.url
         assert link.endswith("#misses?request=to+be+linked")
         await visit.page.get_by_role("button", name="Close").click()
-        await visit.page.wait_for_function("location.hash === '#misses'")
+        await visit.page.wait_for_url(lambda url: url.endswith("#misses"))
         await visit.page.goto("about:blank")
         await visit.page.goto(link)
         await visit.page.get_by_role("dialog").get_by_text("shorter than one block").wait_for()
