@@ -358,9 +358,8 @@ class Session:
 
     async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
         async with self._load_turns:
-            await (
-                self.connection.writable()
-            )  # a record that is evicted meanwhile is not kept for a peer that does not read
+            # before the record is taken: one that is evicted meanwhile is not kept for a peer that does not read
+            await self.connection.writable()
             reply, data = await self._answers.load(request, deadline, tenant=self.tenant)
             num_bytes = len(data) if data is not None else 0
             self._loaded_bytes += num_bytes

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import time
 from typing import Any
 
 import msgpack
 
+from kvstore.testing.attacked import AttackedService
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
@@ -118,3 +120,15 @@ class RawPeer:
 
     def __exit__(self, *_: object) -> None:
         self.die()
+
+
+def wait_until_greeted(service: AttackedService, token: str = "") -> None:
+    """Return once a service that was just started answers a hello."""
+    give_up_s = time.monotonic() + 60
+    while True:
+        try:
+            RawPeer(service.url, token).die()
+            return
+        except OSError:
+            assert time.monotonic() < give_up_s, service.log_tail()
+            time.sleep(0.05)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
-from tests.security.raw_peer import RawPeer, head_bytes
+from tests.security.raw_peer import RawPeer, head_bytes, wait_until_greeted
 
 PROMPT = Prompt(ATTENTION, "answers", 128)
 OVER_64_BITS = 1 << 70
@@ -112,13 +110,7 @@ async def test_answers_that_cannot_be_packed(served: tuple[OddStore, str], case:
 def service(folder: Path) -> Iterator[AttackedService]:
     """The real one, on its own loop."""
     with AttackedService(folder) as made:
-        give_up_s = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                RawPeer(made.url).die()
-                break
-            assert time.monotonic() < give_up_s, made.log_tail()
-            time.sleep(0.05)
+        wait_until_greeted(made)
         yield made
 
 

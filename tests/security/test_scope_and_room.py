@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
-from tests.security.raw_peer import RawPeer, head_bytes, prefix
+from tests.security.raw_peer import RawPeer, head_bytes, prefix, wait_until_greeted
 
 PROMPT = Prompt(ATTENTION, "room", 64, payload_bytes=1 << 20, tenant=HEALTHY)
 ROOM_BYTES = ServiceLimits().receive_bytes
@@ -28,13 +27,7 @@ async def service(folder: Path) -> AsyncIterator[AttackedService]:
     """With a reader, which may save nothing, beside the healthy client."""
     tokens = {"reader": "other", "saver": "other"}
     with AttackedService(folder, tokens=tokens, scopes={"reader": ("read",)}) as made:
-        give_up_s = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                RawPeer(made.url, HEALTHY).die()
-                break
-            assert time.monotonic() < give_up_s, made.log_tail()
-            await asyncio.sleep(0.05)
+        wait_until_greeted(made, HEALTHY)
         yield made
 
 

@@ -20,7 +20,7 @@ from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.tls import ServerTls
-from tests.security.raw_peer import RawPeer, head_bytes
+from tests.security.raw_peer import RawPeer, head_bytes, wait_until_greeted
 
 MIB = 1 << 20
 NUM_PEERS = 100
@@ -36,13 +36,7 @@ async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
     (port,) = free_ports(1)
     listen = None if request.param == "unix" else f"tcp://127.0.0.1:{port}"
     with AttackedService(folder, listen=listen, tokens={"x": "x"}) as made:
-        give_up_s = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                RawPeer(made.url, HEALTHY).die()
-                break
-            assert time.monotonic() < give_up_s, made.log_tail()
-            await asyncio.sleep(0.05)
+        wait_until_greeted(made, HEALTHY)
         yield made
 
 
