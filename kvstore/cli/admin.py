@@ -35,9 +35,7 @@ __all__ = [
 
 AdminUrl: TypeAlias = Annotated[
     str,
-    typer.Option(
-        help="http://host:port of the administration interface. Default: admin_listen ($KVSTORE_ADMIN_LISTEN)."
-    ),
+    typer.Option(help="Administration interface, http://host:port. Default: admin_listen ($KVSTORE_ADMIN_LISTEN)."),
 ]
 Timeout: TypeAlias = Annotated[float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each answer.")]
 NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="The id of a namespace, or its first digits.")]
@@ -108,8 +106,8 @@ class AdminClient:
             if "WRONG_VERSION_NUMBER" in str(reason):
                 raise Unavailable(f"{self.url} does not use TLS: write http:// instead of https://") from error
             raise Unavailable(
-                f"no administration interface answers at {self.url} ({reason}): check that `kvstore serve` runs there with "
-                "this admin_listen, or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
+                f"no administration interface answers at {self.url} ({reason}): check that `kvstore serve` runs there "
+                "with this admin_listen, or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
             ) from error
 
 

@@ -79,8 +79,8 @@ def test_a_healthy_service_says_so_first() -> None:
         "working     yes",
         "hits        last 5 minutes: 64% of 80,000 prompt tokens came from here; 62 of 80 requests resumed",
         "              why not more: never_stored 17, evicted 1 (kvstore explain shows each request)",
-        "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from the engines' own caches; 700 "
-        "of 1,000 requests resumed",
+        "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from the engines' own caches; "
+        "700 of 1,000 requests resumed",
         "tiers       memory: works, holds 1.0 GiB in 1,234 records, 50% of 2.0 GiB",
         "            redis: works, holds 3.0 GiB, without a limit",
         "            s3: works, its bytes are not counted here (kvstore top)",
