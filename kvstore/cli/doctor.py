@@ -16,7 +16,7 @@ import kvstore
 from kvstore.cli.options import AsJson, Config, quieted, tls_of
 from kvstore.cli.printing import console_of, echo_json, table_of
 from kvstore.cli.service import NO_SERVICE, StoreInUse, service_url, store_in_use
-from kvstore.doctor import Finding, ServiceAddress, ToldStore, Verdict, checks_of, run_checks, without
+from kvstore.doctor import Finding, ReportedStore, ServiceAddress, Verdict, checks_of, run_checks, without
 from kvstore.errors import KVStoreError
 from kvstore.service.secrets import secrets_of
 from kvstore.settings import TOKEN_VARIABLE, load_settings
@@ -69,7 +69,7 @@ def doctor(
         url, token_file or (None if token else settings.token_file), tls_of(settings), admin, token
     )
     obstacles = {name: why for name in ("hot", "cold") if (why := store.obstacle(name)) is not None}
-    reported = ToldStore(str(store), bool(store.service), store.problem, store.differs, obstacles)
+    reported = ReportedStore(str(store), bool(store.service), store.problem, store.differs, obstacles)
     checks = checks_of(settings, address, reported)
     secrets = [*secrets_of(settings), *secrets_of(local)]
     with quieted(logging.CRITICAL, also=("asyncio",)):  # problems are reported as findings

@@ -107,9 +107,9 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
 def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
     if not recent.get("losses") and not recent.get("too_large"):
         return
-    from kvstore.doctor.saves import fixes_of, told_of  # slow to import
+    from kvstore.doctor.service import loss_fixes, losses_text  # slow to import
 
-    yield Problem(told_of(recent), "; ".join(fixes_of(recent)))
+    yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)))
 
 
 def _of_counters(counters: Mapping[str, float]) -> Iterator[Problem]:
