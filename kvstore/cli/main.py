@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except KVStoreError as error:
-        return _fail(_sentence(error), USAGE if isinstance(error, InvalidRequest) else FAILURE)
+        return _fail(error.sentence(), USAGE if isinstance(error, InvalidRequest) else FAILURE)
     except _UsageError as error:
         if not error.format_message():  # no verb at all: typer has shown the help
             return USAGE
@@ -127,19 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, FAILURE)
     except Exception as error:  # noqa: BLE001 - the command line's top: a bug is reported in one line
         return _fail(f"a bug, please report it: {type(error).__name__}: {error}", FAILURE)
-
-
-def _sentence(error: KVStoreError) -> str:
-    """An error for people: its field in front, other details in words in brackets behind, as `(got 'x', bucket b)`."""
-    details = dict(error.details)
-    field = str(details.pop("field", ""))
-    text = error.message if not field or field in error.message else f"{field}: {error.message}"
-    shown = ", ".join(f"{_WORDS.get(name, name.replace('_', ' '))} {value}".strip() for name, value in details.items())
-    return f"{text} ({shown})" if shown else text
-
-
-_WORDS = {"seen": "got", "error": "", "reason": ""}
-"""The words for details whose names would not help; other names are printed as they are."""
 
 
 def _called(error: Any) -> str:

@@ -36,7 +36,11 @@ def token_of(settings: Settings, token_file: Path | None) -> str:
         InvalidRequest: A file cannot be read, or others may read it.
     """
     if token_file is not None:
-        return read_token(token_file)
+        try:
+            return read_token(token_file)
+        except InvalidRequest as error:
+            details = error.details | {"field": "--token-file"}
+            raise InvalidRequest(f"--token-file: {error.message}", **details) from error
     if token := os.getenv(TOKEN_VARIABLE, "").strip():
         return token
     return read_token(settings.token_file) if settings.token_file is not None else ""

@@ -97,10 +97,11 @@ def connected(
         with quieted(), _open(address, token, settings, verb, timeout_s) as store:
             yield Connection(store, deadline, address)
     except Unavailable as error:
-        text = str(error)
+        text, reason = str(error), str(error.details.get("reason", ""))
         step = _next_step(text, is_embedded=url == EMBEDDED, has_token=bool(token))
         message = "the service refuses this token" if "token" in text else error.message
-        raise Unavailable(f"{message}: {step}", **error.details) from error
+        where = f"{address}: {reason.replace(f' address={address}', '')}" if reason else address
+        raise Unavailable(f"{message} ({where}): {step}") from error
 
 
 def _open(address: str, token: str, settings: Settings, verb: str, timeout_s: float) -> BlockingStore:
@@ -249,7 +250,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
             reported = _reported_settings(address, token, local, timeout_s)
             return _store_of(reported, local, address, is_remote=is_remote, is_chosen=bool(url))
         except KVStoreError as error:
-            problem = f"{address}: {error.message}"
+            problem = f"{address}: {error.sentence()}"
     elif url:
         raise Unavailable(f"no service answers at {url}: check that `kvstore serve` runs there, or name another --url")
     else:
@@ -264,7 +265,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
                 return _store_of(client.get("settings"), local, client.url, is_remote=is_remote)
             except KVStoreError as error:
                 if "admin_listen" in local.model_fields_set or "token" in error.message:
-                    problem = problem or f"{client.url}: {error.message}"
+                    problem = problem or f"{client.url}: {error.sentence()}"
         else:
             silent.append(client.url)
     embedded = _embedded_address()

@@ -154,7 +154,7 @@ class _Run:
         if error is None:
             self._problem = None
         elif isinstance(error, KVStoreError | OSError):
-            self._problem = str(error)
+            self._problem = error.sentence() if isinstance(error, KVStoreError) else str(error)
         else:
             self._problem = f"a bug, please report it: {type(error).__name__}: {error}"
 

@@ -69,7 +69,7 @@ def judge_refusal(location: RedisLocation, error: KVStoreError) -> Finding:
         fix = "give this user the rights in docs/redis.md (ACL SETUSER)"
     elif "deadline" in text:
         fix = _no_answer_fix(location)
-    return Criterion("redis", f"{location} answers and accepts our login").failed(text, fix)
+    return Criterion("redis", f"{location} answers and accepts our login").failed(error.sentence(), fix)
 
 
 def judge_redis(location: RedisLocation, seen: RedisExamination) -> list[Finding]:

@@ -83,7 +83,7 @@ def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
         fix = "set this machine's clock: timedatectl set-ntp true"
         return it.failed("requests are refused because of their time", fix)
     next_step = error.message.partition(": ")[2] or "check cold (KVSTORE_COLD), its endpoint_url and the network"
-    return it.failed(str(error), next_step)
+    return it.failed(error.sentence(), next_step)
 
 
 def judge_rights(location: S3Location, trial: Trial) -> Finding:

@@ -17,7 +17,7 @@ from kvstore.client import ClientOptions, connect
 from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.doctor.check import Check, Criterion, Finding
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, in_words
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.token_file import read_token
 from kvstore.store.reasons import REASONS, UNKNOWN
@@ -110,7 +110,7 @@ def judge_unreachable(url: str, error: KVStoreError) -> Finding:
         fix = "put the service's token into token_file (KVSTORE_TOKEN_FILE, chmod 600) and the engines' token_file"
     elif isinstance(parse_address(url), TcpAddress):
         fix += "; check that no firewall blocks it"
-    return it.failed(str(error), fix)
+    return it.failed(error.sentence(), fix)
 
 
 def judge_release(status: Mapping[str, object], ours: str) -> Finding:
@@ -129,7 +129,7 @@ def judge_tiers(status: Mapping[str, object]) -> Finding:
     tiers = {tier: values for tier, values in _mapping(status.get("tiers")).items() if isinstance(values, Mapping)}
     down = {tier: values.get("reason") for tier, values in tiers.items() if values.get("healthy") is False}
     if down:
-        seen = "; ".join(f"{tier} does not answer: {reason}" for tier, reason in down.items())
+        seen = "; ".join(f"{tier} does not answer: {in_words(str(reason))}" for tier, reason in down.items())
         fix = f"repair {', '.join(down)} (see its own checks); the service then uses it again, without a restart"
         return it.failed(seen, fix)
     quarantined = {tier: values["num_quarantined"] for tier, values in tiers.items() if values.get("num_quarantined")}

@@ -82,7 +82,7 @@ def test_errors_are_one_line_that_names_what_to_change(arguments: list[str], sta
         (["status", "--url", "unix:/nonexistent/s"], 1, ["`kvstore serve`", "--url", "KVSTORE_LISTEN"]),
         (["status", "--url", "embeded:"], 2, ["unix:/path", "'embeded:'", "or embedded:"]),
         (["status", "--url", "embedded:"], 1, ["no embedded service is running"]),
-        (["status", "--token-file", "/nonexistent/token"], 2, ["token_file", "No such file"]),
+        (["status", "--token-file", "/nonexistent/token"], 2, ["--token-file", "No such file"]),
         (["weights", "retire"], 2, ["kvstore weights retire --help"]),
         (["serve", "--admin-listen", "7070"], 2, ["admin_listen", "host:port", "127.0.0.1:7070", "'7070'"]),
         (["serve", "--quotas", "team-a"], 2, ["quotas", "guaranteed and maximum", "'team-a'"]),

@@ -193,7 +193,7 @@ async def test_requests_are_listed_by_their_whole_ids(made: World, run: Run, tmp
         (["quota", "red", "--guaranteed", "1PiB"], 2, ["three quarters"]),
         (["weights", "retire", "nobody's"], 1, ["nothing is known of these weights"]),
         (["ls", "--admin-url", "ftp://x"], 2, ["http://host:port"]),
-        (["ls", "--token-file", "/nonexistent"], 2, ["token_file", "/nonexistent"]),
+        (["ls", "--token-file", "/nonexistent"], 2, ["--token-file", "/nonexistent"]),
     ],
 )
 async def test_errors_name_the_next_step(

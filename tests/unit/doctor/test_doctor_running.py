@@ -61,7 +61,7 @@ def test_checks_that_do_not_end_well() -> None:
     assert told["b2"] == (Verdict.SKIPPED, "see blocks")
     assert told["waits"] == (Verdict.OK, "begun")
     assert told["w2"][0] is Verdict.FAILED
-    assert told["raises"] == (Verdict.FAILED, "the peer is gone address=h:1")
+    assert told["raises"] == (Verdict.FAILED, "the peer is gone (address h:1)")
     assert told["bug"] == (Verdict.FAILED, "a bug, please report it: ZeroDivisionError: oh")
     assert told["early"] == (Verdict.FAILED, "broken")
     assert told["e2"] == (Verdict.SKIPPED, "see early")
