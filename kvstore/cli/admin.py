@@ -103,6 +103,7 @@ class AdminClient:
                 raise _refusal(error.code, error.read(_ANSWER_BYTES_MAX)) from None
         except (URLError, TimeoutError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", None) or error
+            reason = getattr(reason, "strerror", None) or reason
             if "WRONG_VERSION_NUMBER" in str(reason):
                 raise Unavailable(f"{self.url} does not use TLS: write http:// instead of https://") from error
             raise Unavailable(

@@ -71,7 +71,7 @@ def _live(client: AdminClient, console: Console, values: Mapping[str, Any], inte
                 try:
                     values = read_values(client)
                 except Unavailable as error:  # it may return: show the error, and continue
-                    text = f"{escape(str(error))}\n(tried again every {interval_s:g} s; Ctrl-C ends)"
+                    text = f"{escape(error.sentence())}\n(tried again every {interval_s:g} s; Ctrl-C ends)"
                     live.update(text, refresh=True)
                     continue
                 now_s = time.monotonic()
@@ -90,7 +90,7 @@ def read_values(client: AdminClient) -> dict[str, Any]:
         values |= {"namespaces": namespaces[:_NAMESPACES_SHOWN], "total": listed["total"]}
         values["quotas"] = client.get("quotas")["quotas"]
     except Unavailable as error:  # a service without a catalog, or whose Redis does not answer
-        values |= {"namespaces": [], "total": {}, "quotas": [], "catalog": str(error)}
+        values |= {"namespaces": [], "total": {}, "quotas": [], "catalog": error.sentence()}
     values["requests"] = client.get("requests")["requests"][:_REQUESTS_SHOWN]
     values["jobs"] = [job for job in client.get("jobs")["jobs"] if job["state"] == "running"]
     return values

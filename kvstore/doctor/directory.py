@@ -66,7 +66,9 @@ def directory_check(path: Path, disk_bytes: int | None) -> Check:
             facts = read_facts(path)
         except PermissionError as error:
             fix = f"chmod +x the folders above {path} for this user; or run this command as the service's user"
-            yield Criterion("directory", f"{path} can be read by this user").failed(str(error), fix)
+            yield Criterion("directory", f"{path} can be read by this user").failed(
+                f"{error.filename} cannot be read: {error.strerror}", fix
+            )
             return
         yield judge_access(facts)
         yield judge_space(facts, disk_bytes)

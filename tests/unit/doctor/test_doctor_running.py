@@ -23,7 +23,7 @@ FIX = "start it again"
 
 
 def test_checks_that_do_not_end_well() -> None:
-    """One that blocks its thread, one that waits, one that raises, one with a bug, one that ends: none delays another."""
+    """One blocks its thread, one waits, one raises, one has a bug, one ends early: none delays another."""
     never = threading.Event()
 
     async def blocks(deadline: Deadline) -> AsyncIterator[Finding]:
