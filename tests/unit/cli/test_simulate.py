@@ -88,7 +88,7 @@ def test_the_curve_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["simulate", str(CUT), *options]) == 0
     assert "auto" in capsys.readouterr().out
     text = picture.read_text()
-    words = "".join(ElementTree.fromstring(text).itertext()).split()
+    words = [word.strip() for word in ElementTree.fromstring(text).itertext()]
     assert words.count("lru") == words.count("auto") == 2 and words.count("2,000") == 2
     assert sum(word.endswith("%") for word in words) == 4 and "url(http" not in text and 'url("http' not in text
 

@@ -83,7 +83,7 @@ def test_an_embedded_user_needs_nothing(tmp_path: Path) -> None:
         "from kvstore.cli.main import main\nsys.exit(main(['doctor', '--json', '--timeout', '60']))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "KVSTORE_ADMIN_LISTEN": "off"}  # others may run a service here
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -102,6 +102,7 @@ def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("KVSTORE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")  # others may run a service here
 
 
 @pytest.mark.usefixtures("unset")
