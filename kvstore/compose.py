@@ -28,9 +28,9 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
+from kvstore.tiers.guarded import GuardedTier, tell_put_aside
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier, tell_put_aside
 
 __all__ = ["open_catalog", "open_store", "open_tier", "store_limits"]
 

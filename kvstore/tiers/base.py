@@ -9,8 +9,8 @@ from enum import Enum
 
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.gather import gather_all
 
 __all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage"]
 

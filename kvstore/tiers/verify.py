@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from kvstore.errors import CorruptRecord, Unavailable, UnsupportedFormat
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.record import HEADER_BYTES, Record, open_record
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["check_deadline", "is_same", "open_off_loop", "open_or_reason"]
+__all__ = ["QuarantineBudget", "allocate_exactly", "check_deadline", "is_same", "open_off_loop", "open_or_reason"]
 
 _INLINE_BYTES = 4 << 20
 """Up to this size (140 us) a record is checked inline, while its bytes are in this core's cache. In a thread, on
@@ -49,3 +51,41 @@ def check_deadline(deadline: Deadline, tier: str) -> None:
     """
     if deadline.expired:
         raise Unavailable("the deadline had passed before the call started", tier=tier)
+
+
+def allocate_exactly(num_bytes: int, allocate: Callable[[int], memoryview] | None) -> memoryview:
+    """A writable view of exactly `num_bytes`, from `allocate` or fresh.
+
+    Raises:
+        InvalidRequest: `allocate` returned a buffer of another size, or a read-only one.
+    """
+    if allocate is None:
+        return fresh_buffer(num_bytes)
+    buffer = memoryview(allocate(num_bytes)).cast("B")
+    if len(buffer) != num_bytes or buffer.readonly:
+        raise InvalidRequest(
+            "allocate must return a writable buffer of the size asked for",
+            expected=num_bytes,
+            seen=len(buffer),
+            readonly=buffer.readonly,
+        )
+    return buffer
+
+
+class QuarantineBudget:
+    """Keeps records that are put aside, for people to look at, up to a limit; what comes later is removed at once.
+
+    Args:
+        limit_bytes: Of all records that this process keeps aside in its life.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def keeps(self, num_bytes: int) -> bool:
+        """Whether one more of this size is kept; it counts from now on."""
+        if self.used_bytes + num_bytes > self.limit_bytes:
+            return False
+        self.used_bytes += num_bytes
+        return True

@@ -20,10 +20,10 @@ from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.s3 import S3Tier
-from kvstore.tiers.wrap import GuardedTier
 
 MEMORY_BYTES = 64 << 20
 

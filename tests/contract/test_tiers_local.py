@@ -16,12 +16,12 @@ from kvstore.testing.records import make_record
 from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.verify import open_or_reason
-from kvstore.tiers.wrap import GuardedTier
 
 BUDGET_BYTES = 1 << 30
-FILE_VERDICTS = "kvstore.tiers.filesystem.reading"
+FILE_VERDICTS = "kvstore.tiers.filesystem.files"
 
 
 class MemoryMedium(Medium):

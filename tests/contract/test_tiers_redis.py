@@ -18,8 +18,7 @@ from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.reading import Reading
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
+from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, stripe_names, stripe_ranges
 from tests.contract.redis_media import RedisMedium
 
 pytestmark = pytest.mark.servers

@@ -20,8 +20,9 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
 from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.wrap import Breaker, GuardedTier
 
 pytestmark = pytest.mark.servers
 
@@ -155,7 +156,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     assert stored is not None and stored.data == record.data
     assert meters.get("tier_refused", tier="redis") == 100
     assert meters.get("tier_open", tier="redis") == 0
-    lines = [entry for entry in caplog.records if entry.name == "kvstore.tiers.wrap.guarded"]
+    lines = [entry for entry in caplog.records if entry.name == "kvstore.tiers.guarded"]
     assert [entry.levelname for entry in lines] == ["WARNING", "INFO"]
     assert "check" in lines[0].getMessage()
     await tier.aclose()

@@ -15,8 +15,9 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import CephRgw, ceph_rgw
 from kvstore.testing.servers.ports import free_ports
 from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.s3 import S3Tier
-from kvstore.tiers.wrap import Breaker, GuardedTier
 
 pytestmark = pytest.mark.servers
 

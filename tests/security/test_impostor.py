@@ -19,7 +19,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.records import make_key, make_record
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.examine import examine_redis
 from kvstore.tiers.s3.client import S3Client

@@ -24,8 +24,8 @@ from kvstore.store.retention_rules import RetentionRules, shares
 from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictPendingLog
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier
 from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle
 from tests.simulation.process import Process

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import ROOT, format_name, manifest_name, parse_name
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.filesystem.failures import is_full, unavailable
-from kvstore.tiers.filesystem.index_log import Held, IndexLog, pack_key
-from kvstore.tiers.filesystem.reading import damage_of, holds, opened, read_opened
+from kvstore.tiers.filesystem.index import Held, IndexLog, pack_key
+from kvstore.tiers.verify import is_same, open_or_reason
 
-__all__ = ["Fsync", "RecordFiles"]
+__all__ = ["Fsync", "RecordFiles", "damage_of", "holds", "is_full", "opened", "read_opened", "unavailable"]
 
 _log = logging.getLogger(__name__)
 
@@ -386,3 +389,97 @@ def _lock(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of what stands under a name. While it is open, no other file gets the same inode number.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    try:  # without following a link, or blocking on a pipe that was put there
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        file = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # the link itself, to tell it apart
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def read_opened(file: int, buffer: memoryview, key: RecordKey) -> Record | str | None:
+    """The record in an open file, verified in `buffer`, or why it must be put aside.
+
+    `None`: it may be whole, but has another size than the buffer.
+    """
+    if not stat.S_ISREG(os.fstat(file).st_mode) or os.fstat(file).st_size != len(buffer):
+        return damage_of(file, key)
+    if not _fill(file, buffer):
+        return f"file was cut short while it was read expected={len(buffer)}"
+    return open_or_reason(buffer, key)
+
+
+def damage_of(file: int, key: RecordKey) -> str | None:
+    """Why an open file cannot be the record that its name says, judged by header and size alone; `None`: it may be."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        return "a link, or no file at all, stands under this name"
+    try:
+        header = HeaderV1.unpack(os.pread(file, HEADER_BYTES, 0))
+    except (CorruptRecord, UnsupportedFormat) as error:
+        return str(error)
+    if header.key != key:
+        return f"another record stands under this name seen={header.key}"
+    if header.payload_bytes + HEADER_BYTES != status.st_size:
+        return f"file has the wrong size expected={header.payload_bytes + HEADER_BYTES} seen={status.st_size}"
+    return None
+
+
+def holds(file: int, data: memoryview) -> bool:
+    """Whether an open file has exactly these bytes."""
+    if not stat.S_ISREG(os.fstat(file).st_mode) or os.fstat(file).st_size != len(data):
+        return False
+    buffer = memoryview(bytearray(len(data)))
+    return _fill(file, buffer) and is_same(buffer, data)
+
+
+def _fill(file: int, buffer: memoryview) -> bool:
+    """Fill `buffer` from the start of an open file. False: it has become too short."""
+    done = 0
+    while done < len(buffer):
+        num_bytes = os.preadv(file, [buffer[done:]], done)
+        if num_bytes == 0:
+            return False
+        done += num_bytes
+    return True
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+_NEXT_STEP = {
+    errno.EACCES: "check the owner and the permissions of the directory",
+    errno.EPERM: "check the permissions, and that the filesystem has hard links",
+    errno.EOPNOTSUPP: "use a filesystem that has hard links and flock",
+    errno.EMLINK: "use a filesystem that has hard links",
+    errno.EROFS: "mount the filesystem writable",
+    errno.EIO: "check the disk and the kernel log",
+    errno.ESTALE: "mount the network filesystem again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOTDIR: "remove the file that stands where a directory is expected",
+}
+
+
+def is_full(error: OSError) -> bool:
+    """True when there is no room: the disk, a quota or a file size limit."""
+    return error.errno in _FULL
+
+
+def unavailable(error: OSError, action: str, path: Path) -> Unavailable:
+    """The error for a tier's caller, naming the path, the errno and the next step."""
+    code = errno.errorcode.get(error.errno or 0, str(error.errno))
+    next_step = _NEXT_STEP.get(error.errno or 0, "check that the directory is mounted and writable")
+    return Unavailable(f"cannot {action}: {next_step}", errno=code, path=path)

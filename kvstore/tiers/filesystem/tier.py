@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, Work, outcome_of
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.detached import Work, outcome_of, see_through
 from kvstore.tiers.filesystem.files import Fsync, RecordFiles
 from kvstore.tiers.filesystem.index import Index, cost_bytes
-from kvstore.tiers.verify import check_deadline
+from kvstore.tiers.verify import allocate_exactly, check_deadline
 
 __all__ = ["FilesystemTier"]
 
@@ -279,7 +277,7 @@ class FilesystemTier(Tier):
 
     async def _see_through(self, work: Work[T], what: str, deadline: Deadline) -> T:
         """Run `work` to its end even when the caller is cancelled or out of time, so that index and files agree."""
-        return await see_through(self._background, work, f"{what} in {self._files.root}", deadline)
+        return await self._background.run_to_end(work, f"{what} in {self._files.root}", deadline)
 
     def _submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         self._check_room()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.locations_redis import HostPort, RedisLocation
+from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.replies import check_replies
 from kvstore.tiers.redis.resp import Argument, Reply

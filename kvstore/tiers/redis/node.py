@@ -9,12 +9,11 @@ from operator import attrgetter
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import Turns
-from kvstore.tiers.locations_redis import HostPort
+from kvstore.tiers.locations import HostPort
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.reading import Reading
+from kvstore.tiers.redis.reading import PART_BYTES, Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
-from kvstore.tiers.redis.stripes import PART_BYTES
 
 __all__ = ["Node", "Where", "at"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
-from kvstore.tiers.locations_redis import HostPort
+from kvstore.tiers.locations import HostPort
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.slots import NUM_SLOTS
 

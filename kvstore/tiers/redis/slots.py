@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from binascii import crc_hqx
 
-from kvstore.tiers.locations_redis import HostPort
+from kvstore.tiers.locations import HostPort
 from kvstore.tiers.redis.resp import Reply
 
 __all__ = ["NUM_SLOTS", "SlotMap", "parse_slots", "slot_of"]

@@ -12,26 +12,21 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.detached import see_through
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.locations_redis import RedisLocation, parse_redis
-from kvstore.tiers.quarantine import QuarantineBudget
-from kvstore.tiers.redis.facts import ServerFacts, concerns_of, parse_info
+from kvstore.tiers.locations import RedisLocation, parse_redis
+from kvstore.tiers.redis.examine import ServerFacts, concerns_of, parse_info
 from kvstore.tiers.redis.node import Node
-from kvstore.tiers.redis.reading import Reading, striped_header
+from kvstore.tiers.redis.reading import STRIPE_BYTES, Reading, is_striped, stripe_names, striped_header
 from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, writes_refused
 from kvstore.tiers.redis.resp import ErrorReply, Reply
-from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names
 from kvstore.tiers.redis.topology import Topology, open_topology
 from kvstore.tiers.redis.values import Values, each_alone
-from kvstore.tiers.verify import check_deadline, is_same, open_or_reason
+from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, check_deadline, is_same, open_or_reason
 
 __all__ = ["RedisTier"]
 
@@ -163,8 +158,7 @@ class RedisTier(Tier):
 
     async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
         if is_striped(record.header):
-            return await see_through(
-                self._background,
+            return await self._background.run_to_end(
                 lambda: self._values.put_striped(record, expires_s=expires_s, deadline=deadline),
                 "write a striped record to Redis",
                 deadline,

@@ -10,14 +10,21 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.budget import ByteBudget, Grant
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.redis.reading import Reading, striped_header
+from kvstore.tiers.redis.reading import (
+    PART_BYTES,
+    STRIPE_BYTES,
+    Reading,
+    is_striped,
+    stripe_names,
+    stripe_ranges,
+    striped_header,
+)
 from kvstore.tiers.redis.replies import check_replies, check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.topology import Topology
 
 __all__ = ["Values", "each_alone"]

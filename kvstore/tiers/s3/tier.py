@@ -11,16 +11,14 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.quarantine import QuarantineBudget
 from kvstore.tiers.s3.client import S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
-from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
+from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, check_deadline, is_same, open_off_loop
 
 __all__ = ["S3Tier"]
 

@@ -12,8 +12,9 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import Breaker, GuardedTier
 
 pytestmark = pytest.mark.virtual_time
 
@@ -195,7 +196,7 @@ async def test_a_probe_that_meets_a_bug_is_not_the_last_one(
 
 async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture) -> None:
     """However many calls fail, opening is one warning that carries the cause, closing one line of information."""
-    caplog.set_level("INFO", logger="kvstore.tiers.wrap")
+    caplog.set_level("INFO", logger="kvstore.tiers.guarded")
     inner.fails = True
     for _ in range(30):
         await fail(guard, "out of order|left alone")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.tiers.s3.bulk_delete import BulkDelete
+from kvstore.tiers.s3.client import BulkDelete
 from kvstore.tiers.s3.failures import Throttled, Transient
 
 NAMES = [f"v1/{number}" for number in range(2500)]

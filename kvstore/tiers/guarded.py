@@ -19,7 +19,7 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.wrap.breaker import Breaker
+from kvstore.tiers.breaker import Breaker
 
 __all__ = ["GuardedTier", "tell_put_aside"]
 
