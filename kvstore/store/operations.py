@@ -215,7 +215,7 @@ class StoreOperations:
         """
         tier = self._slower.get(Level.HOT)
         if isinstance(tier, GuardedTier):
-            tier.check_used()
+            tier.check_usable()
 
     async def stored_sizes(
         self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline

@@ -1,4 +1,4 @@
-"""Checks that every tier makes: records against their seal, calls against their deadline."""
+"""Checks that every tier makes: records against their seal, buffers, deadlines, the budget of the quarantine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ another core, the same check costs three times the processor time."""
 
 
 def open_or_reason(data: bytearray | memoryview, expected: RecordKey, checksum: bytes | None = None) -> Record | str:
-    """Verify bytes that came from a medium: returns the record, or why a tier must put them aside.
+    """Verify bytes that came from a medium: returns the record, or why a tier must quarantine them.
 
     `checksum` is the payload's, if it was computed while receiving. An intact header of another format version counts
     as damage too: it does not belong under a name of this one.
@@ -38,7 +38,7 @@ async def open_off_loop(data: bytearray | memoryview, expected: RecordKey) -> Re
 
 
 def is_same(data: memoryview, seen: memoryview) -> bool:
-    """Whether what is stored now is what was seen. Costs two copies: for quarantines, not for every read."""
+    """Whether two records have the same bytes. Costs two copies: for quarantines, not for every read."""
     is_alike = len(data) == len(seen) and data[:HEADER_BYTES] == seen[:HEADER_BYTES]
     return is_alike and bytes(data) == bytes(seen)
 
@@ -64,7 +64,7 @@ def allocate_exactly(num_bytes: int, allocate: Callable[[int], memoryview] | Non
     buffer = memoryview(allocate(num_bytes)).cast("B")
     if len(buffer) != num_bytes or buffer.readonly:
         raise InvalidRequest(
-            "allocate must return a writable buffer of the size asked for",
+            "allocate must return a writable buffer of the requested size",
             expected=num_bytes,
             seen=len(buffer),
             readonly=buffer.readonly,
@@ -73,18 +73,16 @@ def allocate_exactly(num_bytes: int, allocate: Callable[[int], memoryview] | Non
 
 
 class QuarantineBudget:
-    """Keeps records that are put aside, for people to look at, up to a limit; what comes later is removed at once.
-
-    Args:
-        limit_bytes: Of all records that this process keeps aside in its life.
+    """Limits the bytes that this process keeps in the quarantine of a shared tier. Beyond it, damaged records are
+    removed.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int = 256 << 20) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
     def keeps(self, num_bytes: int) -> bool:
-        """Whether one more of this size is kept; it counts from now on."""
+        """Whether one more record of this size is kept; if so, it counts from now on."""
         if self.used_bytes + num_bytes > self.limit_bytes:
             return False
         self.used_bytes += num_bytes

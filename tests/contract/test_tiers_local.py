@@ -10,7 +10,7 @@ import pytest
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.testing.damage import flipped
 from kvstore.testing.records import make_record
 from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract, soon
@@ -65,7 +65,7 @@ class FilesystemMedium(Medium):
 
 class GuardedMedium(FilesystemMedium):
     async def open_tier(self) -> Tier:
-        return GuardedTier(await super().open_tier(), meters=Meters())
+        return GuardedTier(await super().open_tier(), Instruments())
 
 
 class TestMemoryTier(TierContract):

@@ -319,7 +319,7 @@ async def test_a_frozen_node_costs_one_deadline(tier: RedisTier, cluster: RedisC
         assert time.monotonic() - started_s < 5
         started_s = time.monotonic()
         for _ in range(20):
-            with pytest.raises(Unavailable, match=f"left alone.*127.0.0.1:{frozen.port}"):
+            with pytest.raises(Unavailable, match=f"not used until.*127.0.0.1:{frozen.port}"):
                 await tier.get(here.key, deadline=Deadline.after(60))
             stored = await tier.get(there.key, deadline=Deadline.after(5))
             assert stored is not None and stored.data == there.data

@@ -13,6 +13,7 @@ from kvstore.catalog.entry import EntryTable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.long_work import LongWork
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalog_lookup import CatalogLookup
@@ -31,7 +32,7 @@ class TestLookup:
         prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
         await fill(cold, prompt)
         hot.frozen = True
-        guard = GuardedTier(hot, meters=Meters())
+        guard = GuardedTier(hot, Instruments())
         async with opened(prompt, hot=guard, cold=cold) as store:
             for _ in range(3):
                 assert (await store.lookup(prompt.query(), deadline=soon(0.4))).resume_tokens == 240
