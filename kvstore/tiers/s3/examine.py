@@ -1,4 +1,4 @@
-"""Examines a bucket for operators: the rights of our credentials, the endpoint's clock, the bucket's lifecycle rules."""
+"""Examines a bucket for operators: rights of our credentials, the endpoint's clock, the bucket's lifecycle rules."""
 
 from __future__ import annotations
 

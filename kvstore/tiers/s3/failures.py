@@ -103,9 +103,7 @@ def untrusted(where: dict[str, str], reason: object) -> Unavailable:
     if isinstance(reason, ssl.SSLCertVerificationError):
         step = "name the authority in AWS_CA_BUNDLE, and the endpoint as its certificate does"
         return Unavailable(f"the certificate of S3 is not trusted: {step}", **where, error=reason.verify_message)
-    return Unavailable(
-        "S3 refused TLS: if the endpoint does not use TLS, write http:// instead of https://", **where, error=reason
-    )
+    return Unavailable("S3 refused TLS: without TLS, the endpoint is http://, not https://", **where, error=reason)
 
 
 def broken_off(where: dict[str, str], reason: object) -> Transient:

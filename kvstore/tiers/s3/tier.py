@@ -163,9 +163,7 @@ class S3Tier(Tier):
         keeps = self._quarantine_budget.keeps if is_record else lambda _: True
         async with self._until(deadline, "quarantining a record"):
             if not await self._client.move(self._name(key), target, tag, keeps=keeps):
-                _log.info(
-                    "a corrupt record was removed or replaced before its quarantine tier=%s key=%s", self.name, key
-                )
+                _log.info("a corrupt record went away before its quarantine tier=%s key=%s", self.name, key)
                 return False
         self._quarantined(key, reason, target)
         return True
