@@ -76,7 +76,8 @@ class Background:
             except KVStoreError as error:
                 return error
 
-        outcome = await outcome_of(self.spawn(captured(), what), what, deadline)
+        task: asyncio.Task[T | KVStoreError] = self.spawn(captured(), what)
+        outcome = await outcome_of(task, what, deadline)
         if isinstance(outcome, KVStoreError):
             raise outcome
         return outcome

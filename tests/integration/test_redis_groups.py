@@ -25,9 +25,9 @@ from kvstore.testing.servers.redis_group import RedisGroup, ask
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.reading import stripe_names
-from kvstore.tiers.redis.slots import slot_of
 from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, served_everywhere
 
 pytestmark = pytest.mark.servers

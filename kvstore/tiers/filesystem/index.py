@@ -1,8 +1,9 @@
-"""What a directory holds, on disk: a snapshot and what was added and removed since. A restart reads no directory.
+"""The records of a directory: an index in memory, in order of use, and its log on disk, so that a restart is fast.
 
-One file of 64-byte entries after a 64-byte head. A name is written before its file appears and struck out after the
-file is gone: after a crash the log may name a record that is not there, which is a miss, but no file is forgotten. The
-operating system keeps what a killed process wrote; after a power failure the directory is read instead.
+The log is one file of 64-byte entries after a 64-byte head: a snapshot, then additions and removals. An addition is
+logged before its file appears, a removal after its file is gone. So after a crash the log may name a record that is
+absent, which is a miss, but it lacks no file. The operating system keeps what a killed process wrote; after a power
+failure the directory is scanned instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ADDED, _REMOVED = 1, 2
 ENTRY_BYTES = _ENTRY.size
 _KEY_BYTES = _KEY.size
 _TAIL_ENTRIES_MIN = 1 << 17
-"""A tail is folded into the snapshot once it is longer than this (8 MiB) and than twice the snapshot."""
+"""The tail is merged into the snapshot once it is longer than this (8 MiB) and than twice the snapshot."""
 assert _HEAD.size == ENTRY_BYTES == 64
 
 
@@ -50,11 +51,11 @@ def unpack_key(packed: bytes) -> RecordKey:
 
 
 def replay(data: bytes, boot: bytes) -> Held | None:
-    """What is held according to the log in `data`; `None`: it is no log, is damaged, or may not be complete on disk.
+    """The records that the log in `data` names; `None`: it is no log, is damaged, or may be incomplete.
 
     Args:
         data: The whole file.
-        boot: Identifies the machine's current boot.
+        boot: Identifies the machine's current boot: after another one, an unclean log may be incomplete.
     """
     if len(data) < _HEAD.size:
         return None
@@ -80,7 +81,7 @@ def replay(data: bytes, boot: bytes) -> Held | None:
 
 
 def _snapshot(data: bytes, stop: int) -> Held:
-    """The snapshot's entries; without a loop over fields, so that a million take about half a second."""
+    """The snapshot's entries. Without a Python loop over fields: a million entries take about half a second."""
     sizes = np.frombuffer(data, "<u4", (stop - _HEAD.size) // 4, _HEAD.size)[_KEY_BYTES // 4 :: ENTRY_BYTES // 4]
     keys = (data[at : at + _KEY_BYTES] for at in range(_HEAD.size, stop, ENTRY_BYTES))
     return dict(zip(keys, sizes.tolist(), strict=True))
@@ -102,11 +103,11 @@ def _check(data: bytes) -> int:
 
 
 class IndexLog:
-    """The log of one directory, whose owner calls it from any thread.
+    """The log of one directory; its methods may run in any thread.
 
     Args:
         path: The file.
-        boot: Identifies the machine's current boot; by default the system's boot id.
+        boot: Identifies the machine's current boot. `None`: the system's boot id.
     """
 
     def __init__(self, path: Path, boot: bytes | None = None) -> None:
@@ -118,10 +119,10 @@ class IndexLog:
         self._fold_at_bytes = 0
 
     def resume(self) -> Held | None:
-        """Continue an earlier owner's log and return what it holds; `None`: there is none that can be trusted.
+        """Continue an earlier owner's log and return its records; `None`: there is no log that can be trusted.
 
         Raises:
-            OSError: The file is there but cannot be used.
+            OSError: The file exists but cannot be used.
         """
         try:
             data = self._path.read_bytes()
@@ -132,7 +133,7 @@ class IndexLog:
             return None
         _, _, _, num_entries, checksum, _ = _HEAD.unpack_from(data)
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:  # from now on it can be trusted only until the machine reboots
+        try:  # from now on it can be trusted until the machine reboots
             os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, 0, num_entries, checksum, self._boot), 0)
             os.ftruncate(fd, len(data) // ENTRY_BYTES * ENTRY_BYTES)
             os.fsync(fd)
@@ -144,7 +145,7 @@ class IndexLog:
         return held
 
     def begin(self, held: Iterable[tuple[bytes, int]]) -> None:
-        """Start a new log with what is held now.
+        """Start a new log with these records.
 
         Raises:
             OSError: It cannot be written.
@@ -153,33 +154,32 @@ class IndexLog:
             self._replace(_pack_snapshot(held, clean=False, boot=self._boot), durable=True)
 
     def added(self, key: RecordKey, num_bytes: int) -> None:
-        """Note a file that is about to appear under the key's name.
+        """Log a file that is about to appear under the key's name.
 
         Raises:
-            OSError: The disk is full, or worse: do not create the file.
+            OSError: The entry cannot be written: do not create the file.
         """
         self._append(_entry(pack_key(key), num_bytes, _ADDED))
 
     def removed(self, key: RecordKey) -> None:
-        """Note that the key's file is gone. Never fails: a log that cannot be written is dropped, and the next owner
-        reads the directory."""
+        """Log that the key's file is gone. Never fails: a log that cannot be written is dropped."""
         try:
             self._append(_entry(pack_key(key), 0, _REMOVED))
         except OSError:
             self.drop()
 
     def drop(self) -> None:
-        """Remove the log: the next owner reads the directory. Idempotent."""
+        """Remove the log: the next owner scans the directory. Idempotent."""
         with self._lock:
             self._close()
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
     def end(self, order: Iterable[bytes]) -> None:
-        """Fold the log into a snapshot that outlives a power failure. Idempotent.
+        """Replace the log by a snapshot that survives a power failure. Idempotent.
 
         Args:
-            order: Packed keys in order of use; those that are held but not named come last.
+            order: Packed keys in order of use; other records come last.
 
         Raises:
             OSError: It cannot be written; the log stays as it was.
@@ -196,7 +196,7 @@ class IndexLog:
 
     def _append(self, entry: bytes) -> None:
         with self._lock:
-            if self._fd is None:  # dropped, or not begun
+            if self._fd is None:  # dropped, or not started
                 return
             if os.write(self._fd, entry) < len(entry):
                 os.ftruncate(self._fd, self._num_bytes)
@@ -206,8 +206,8 @@ class IndexLog:
                 self._fold()
 
     def _fold(self) -> None:
-        """Fold the tail into the snapshot: a second or two for a million records, while writers wait."""
-        self._fold_at_bytes = 2 * self._num_bytes  # in case it fails: then the disk is full, and the log grows on
+        """Merge the tail into the snapshot: a second or two for a million records, while writers wait."""
+        self._fold_at_bytes = 2 * self._num_bytes  # if it fails, the disk is full, and the log keeps growing
         with contextlib.suppress(OSError):
             held = replay(self._path.read_bytes(), self._boot)
             if held is not None:
@@ -251,7 +251,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _this_boot() -> bytes:
-    """16 bytes that differ after each boot; zeros if the system does not provide them."""
+    """16 bytes that differ after each boot; zeros if the system has none."""
     with contextlib.suppress(OSError, ValueError):
         return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
     return bytes(16)
@@ -262,21 +262,21 @@ _INODE_BYTES = 512
 
 
 def cost_bytes(num_bytes: int) -> int:
-    """What a file of `num_bytes` is charged: whole filesystem blocks and an inode."""
+    """The charge for a file of `num_bytes`: whole filesystem blocks and an inode."""
     return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES + _INODE_BYTES
 
 
 class Index:
-    """Keys with sizes, least recently used first, under a byte budget that also counts what is being written, and the
-    `aside_bytes` of files that are no records any more.
+    """Keys with sizes, least recently used first, under a byte budget.
 
-    Keys are kept packed, 52 bytes each: a million of them take 0.2 GB, and are loaded in about a second.
+    The budget includes running writes, and the `quarantined_bytes` of files that are no records any more. Keys are kept
+    packed, 52 bytes each: a million of them take 0.2 GB, and are loaded in about a second.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.aside_bytes = 0
+        self.quarantined_bytes = 0
         self._reserved_bytes = 0
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
 
@@ -290,11 +290,11 @@ class Index:
         return ((unpack_key(packed), num_bytes) for packed, num_bytes in self.packed())
 
     def packed(self) -> list[tuple[bytes, int]]:
-        """A snapshot of the packed keys with their bytes, in order of use."""
+        """A copy of the packed keys with their bytes, in order of use."""
         return list(self._sizes.items())
 
     def load(self, held: Held) -> None:
-        """Fill an empty index with what an earlier one held."""
+        """Fill an empty index."""
         self._sizes = OrderedDict(held)
         sizes = np.fromiter(held.values(), np.int64, len(held))
         self.used_bytes = int(((sizes + _BLOCK_BYTES - 1) // _BLOCK_BYTES * _BLOCK_BYTES + _INODE_BYTES).sum())
@@ -304,18 +304,18 @@ class Index:
         return self._sizes.get(pack_key(key))
 
     def touch(self, key: RecordKey) -> None:
-        """Mark a held record as used."""
+        """Mark a record as used."""
         self._sizes.move_to_end(pack_key(key))
 
     def add(self, key: RecordKey, num_bytes: int) -> None:
-        """Note a file; one that is known already keeps its size and place."""
+        """Add a file. A known one keeps its size and place."""
         packed = pack_key(key)
         if packed not in self._sizes:
             self._sizes[packed] = num_bytes
             self.used_bytes += cost_bytes(num_bytes)
 
     def remove(self, key: RecordKey) -> bool:
-        """Forget a file. False: it was not known."""
+        """Remove a file. False: it was not known."""
         num_bytes = self._sizes.pop(pack_key(key), None)
         if num_bytes is None:
             return False
@@ -323,25 +323,25 @@ class Index:
         return True
 
     def reserve(self, num_bytes: int) -> list[RecordKey] | None:
-        """Make room for a file and hold it until `unreserve`.
+        """Make room for a file and reserve it until `unreserve`.
 
         Returns:
-            The evicted records, already forgotten here, for the caller to remove; `None`: the file cannot fit at all.
+            The evicted records, which the caller removes from the disk. `None`: the file cannot fit.
         """
         cost = cost_bytes(num_bytes)
-        if self.aside_bytes + self._reserved_bytes + cost > self.limit_bytes:
+        if self.quarantined_bytes + self._reserved_bytes + cost > self.limit_bytes:
             return None
         self._reserved_bytes += cost
         return self.shrink()
 
     def unreserve(self, num_bytes: int) -> None:
-        """End a reservation, whatever became of it."""
+        """End a reservation, after the file was written or not."""
         self._reserved_bytes -= cost_bytes(num_bytes)
 
     def shrink(self) -> list[RecordKey]:
-        """Forget the least recently used records that are over the budget and return them."""
+        """Remove the least recently used records that are over the budget, and return them."""
         victims: list[RecordKey] = []
-        while self._sizes and self.used_bytes + self.aside_bytes + self._reserved_bytes > self.limit_bytes:
+        while self._sizes and self.used_bytes + self.quarantined_bytes + self._reserved_bytes > self.limit_bytes:
             packed, num_bytes = self._sizes.popitem(last=False)
             self.used_bytes -= cost_bytes(num_bytes)
             victims.append(unpack_key(packed))

@@ -310,7 +310,7 @@ class S3Client:
 
     async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, int]]]:
         """Names that start with `prefix`, with their sizes, as many at a time as S3 lists in one answer."""
-        token: dict[str, str] = {}
+        token: dict[str, Any] = {}
         while True:
             answer = await self._send("list_objects_v2", Prefix=prefix, **token)
             yield [(item["Key"], int(item["Size"])) for item in answer.get("Contents", ())]

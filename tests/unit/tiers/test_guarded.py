@@ -275,7 +275,7 @@ async def test_closed_while_open(guard: GuardedTier, inner: FailingTier) -> None
     assert inner.num_heads == heads
 
 
-def test_delays() -> None:
+async def test_delays() -> None:
     """Delays double up to the limit. Only a caller's success resets them."""
     breaker = Breaker(failures_max=1, delay_first_s=1, delay_max_s=3)
     with pytest.raises(Unavailable), breaker.observe(Deadline.after(5)):
