@@ -98,14 +98,14 @@ async def test_a_prefix_is_pinned_and_deleted(made: ServiceHarness, visiting: Vi
         await dialog.get_by_role("button", name="Unpin").wait_for()
         assert (await client.get(path)).json()["pinned_until_s"] > 0
         await dialog.get_by_role("button", name="Delete…").click()
-        await page.get_by_text("pinned, or one that goes on").wait_for()
+        await page.get_by_text("or on a later one").wait_for()
         assert await page.get_by_role("button", name="Delete for good").is_disabled()
         await page.get_by_role("button", name="Cancel").click()
 
         await dialog.get_by_role("button", name="Unpin").click()
         await dialog.get_by_role("button", name="Pin…").wait_for()
         await dialog.get_by_role("button", name="Delete…").click()
-        await page.get_by_text("Nothing was deleted so far").wait_for()
+        await page.get_by_text("Nothing has been deleted yet").wait_for()
         assert (await client.get(path)).status_code == 200
         await visit.shoot("delete-1280-light")
         await page.get_by_role("button", name="Delete for good").click()
@@ -122,12 +122,12 @@ async def test_a_namespace_is_shown_in_full(made: ServiceHarness, visiting: Visi
         await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
         await visit.page.get_by_text('"page_tokens": 64').wait_for()
         await visit.page.get_by_role("button", name="Delete all of it…").click()
-        await visit.page.get_by_text("Nothing was deleted so far").wait_for()
+        await visit.page.get_by_text("Nothing has been deleted yet").wait_for()
         await visit.shoot("namespace-390-light")
         await visit.page.get_by_role("button", name="Cancel").click()
-        await visit.page.get_by_role("button", name="Delete what is unused…").click()
+        await visit.page.get_by_role("button", name="Delete unused prefixes…").click()
         await visit.page.get_by_label("Not used for").select_option("3600")
-        await visit.page.get_by_role("button", name="Try it dry").click()
+        await visit.page.get_by_role("button", name="Dry run").click()
         await visit.page.get_by_text("There is nothing to delete.").wait_for()
         job = (await client.get("/v1/jobs")).json()["jobs"][0]
         assert (job["kind"], job["is_dry_run"], job["state"]) == ("deletion", True, "done")

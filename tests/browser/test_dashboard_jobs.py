@@ -90,14 +90,14 @@ async def test_garbage_is_tried_dry_and_collected(made: ServiceHarness, visiting
         await visit.open("jobs")
         await press(visit, "Collect garbage…")
         dialog = visit.page.get_by_role("dialog")
-        await dialog.get_by_text("Nothing was deleted so far").wait_for()
+        await dialog.get_by_text("Nothing has been deleted yet").wait_for()
         assert "of retired weights" in await dialog.inner_text()
         assert (await client.get(path)).json()["num_boundaries"] == 3
         await visit.shoot_twice("garbage")
         await press(visit, "Delete for good")
         await visit.page.get_by_text("Deleted: 6 records from filesystem").wait_for()
         assert (await client.get(path)).json()["num_boundaries"] == 0
-        for name in ("garbage collection", "garbage collection, tried dry"):
+        for name in ("garbage collection", "garbage collection, dry run"):
             await visit.page.get_by_role("button", name=name, exact=True).wait_for()
         await press(visit, "Collect garbage…")
         await dialog.get_by_text("There is nothing to delete.").wait_for()
@@ -119,7 +119,7 @@ async def test_work_on_a_tier(made: ServiceHarness, folder: Path, visiting: Visi
         await visit.page.get_by_label("At most").select_option("1,000 MiB a second")
         await visit.shoot_as("verify", 1280, "dark")
         await press(visit, "Start")
-        await dialog.get_by_text("What came of it").wait_for()
+        await dialog.get_by_text("Result").wait_for()
         (job, *_) = (await client.get("/v1/jobs")).json()["jobs"]
         assert (job["kind"], job["report"]["num_bad"]) == ("verify", 1)
         await dialog.get_by_text(f"{name}: ").wait_for()
@@ -138,7 +138,7 @@ async def test_work_on_a_tier(made: ServiceHarness, folder: Path, visiting: Visi
         await visit.page.get_by_text("paused by an operator").wait_for(state="detached")
 
         await press(visit, "Reindex… filesystem")
-        await visit.page.get_by_label("mark the catalog as complete").check()
+        await visit.page.get_by_label("mark the catalog complete").check()
         await press(visit, "Start")
-        await dialog.get_by_text("What came of it").wait_for()
+        await dialog.get_by_text("Result").wait_for()
         assert (await client.get("/v1/jobs")).json()["jobs"][0]["kind"] == "reindex"

@@ -30,7 +30,7 @@ async def made(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Servic
 async def fill(visit: Visit, **texts: str) -> None:
     for label, text in texts.items():
         await visit.page.get_by_label(label.capitalize(), exact=True).fill(text)
-    await visit.page.get_by_role("button", name="Go on…").click()
+    await visit.page.get_by_role("button", name="Continue…").click()
 
 
 async def check_sizes(visit: Visit) -> None:
@@ -90,8 +90,8 @@ async def test_what_is_typed_wrong_is_named(made: ServiceHarness, visiting: Visi
         wrongs = (
             ({"tenant": "a b", "guaranteed": "", "maximum": "1GiB"}, "Tenant", "without spaces"),
             ({"tenant": "blue", "guaranteed": "10 gigs"}, "Guaranteed", "expected bytes, like 8GiB, 500MB or 1048576"),
-            ({"guaranteed": "2GiB"}, "Maximum", "it is less than what is guaranteed"),
-            ({"maximum": "0"}, "Maximum", "expected more than nothing"),
+            ({"guaranteed": "2GiB"}, "Maximum", "it is less than the guaranteed size"),
+            ({"maximum": "0"}, "Maximum", "expected more than 0"),
             ({"maximum": "8PiB"}, "Maximum", "expected less than 8PiB"),
             ({"guaranteed": "", "maximum": ""}, "Guaranteed", "for neither, type 0"),
         )

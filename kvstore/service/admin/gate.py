@@ -147,7 +147,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:
-    """`receive`, which refuses a body that is too large, whatever its declared length, or that arrives too slowly."""
+    """`receive`, which refuses a body that is too large, even if its declared length is not, or arrives too slowly."""
     refused = Refused(413, "the body is too large", field="body", expected=f"at most {BODY_BYTES_MAX} bytes")
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if not length.isdigit() or int(length) > BODY_BYTES_MAX:

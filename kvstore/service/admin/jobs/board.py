@@ -70,7 +70,7 @@ class JobBoard:
         if len(running) >= _RUNNING_MAX or len(own) >= _RUNNING_OF_TENANT_MAX:
             detail = f"{len(own)} of your jobs are running, and {len(running)} in all: wait for one, or cancel it"
             raise Refused(429, detail, headers={"Retry-After": str(_BUSY_S)})
-        # not from a seeded generator: an id that can be guessed would not reveal a job, but nobody should have to try
+        # not from a seeded generator, so that ids cannot be guessed
         id_, created_s = secrets.token_hex(_ID_BYTES), self._clock.wall_ms() // 1000
         job = Job(id_, kind, grant.tenant, dict(about), is_dry_run, created_s, Progress(unit), who=grant.name)
         try:
