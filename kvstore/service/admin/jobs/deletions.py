@@ -81,6 +81,7 @@ class NewDeletion(BaseModel):
 async def start_deletion(
     context: Context,
     grant: Administrator,
+    *,
     jobs: Jobs,
     request: Request,
     deletion: NewDeletion,

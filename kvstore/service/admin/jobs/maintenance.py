@@ -115,6 +115,7 @@ async def verify_records(
 async def reindex_tier(
     context: Context,
     grant: OperatorAdministrator,
+    *,
     jobs: Jobs,
     request: Request,
     level: LevelText,
