@@ -13,8 +13,7 @@ from kvstore.runtime.sizes import format_bytes
 from kvstore.tiers.locations import RedisLocation
 
 if TYPE_CHECKING:  # it needs the extra `redis`
-    from kvstore.tiers.redis.examine import RedisExamination
-    from kvstore.tiers.redis.facts import ServerFacts
+    from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
 
 __all__ = ["REDIS_NAMES", "judge_redis", "judge_refusal", "redis_check"]
 
@@ -144,7 +143,7 @@ def _judge_sentinels(seen: RedisExamination) -> Finding:
 
 
 def _judge_version(server: ServerFacts) -> Finding:
-    from kvstore.tiers.redis.facts import VERSION_MIN, parse_version
+    from kvstore.tiers.redis.examine import VERSION_MIN, parse_version
 
     least = ".".join(map(str, VERSION_MIN))
     it = Criterion("redis.version", f"Redis {least} or later, or Valkey")
@@ -156,7 +155,7 @@ def _judge_version(server: ServerFacts) -> Finding:
 
 
 def _judge_memory(server: ServerFacts) -> Finding:
-    from kvstore.tiers.redis.facts import MEMORY_BYTES_MIN
+    from kvstore.tiers.redis.examine import MEMORY_BYTES_MIN
 
     it = Criterion("redis.memory", f"maxmemory from {format_bytes(MEMORY_BYTES_MIN)} to three quarters of its machine")
     limit = server.limit_bytes
@@ -196,7 +195,7 @@ def _judge_persistence(server: ServerFacts) -> Finding:
 
 
 def _judge_latency(server: ServerFacts) -> Finding:
-    from kvstore.tiers.redis.facts import SLOW_S
+    from kvstore.tiers.redis.examine import SLOW_S
 
     it = Criterion("redis.latency", f"at most {SLOW_S * 1000:g} ms, as in one data centre")
     seen = f"{server.latency_s * 1000:.2f} ms for the fastest of a few small round trips"
