@@ -7,12 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.books import JOBS, ORDERS, Book, FileBook
+from kvstore.catalog.coordination import JOBS, ORDERS, Book, FileBook, Ownership, SoleOwnership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.admission import AdmitAll
-from kvstore.eviction.candidates import AUTO
+from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -141,7 +139,7 @@ async def open_orders(
         case _ if recorder is None:
             return None
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.catalog.redis.coordination import RedisBook
             from kvstore.tiers.redis import open_control
 
             book = RedisBook(
@@ -162,7 +160,7 @@ async def open_job_book(settings: Settings) -> AsyncIterator[Book | None]:
     """Where long operations are remembered, beside the catalog, over a connection of its own; `None`: nowhere."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.catalog.redis.coordination import RedisBook
             from kvstore.tiers.redis import open_control
 
             async with open_control(hot) as client:
@@ -202,7 +200,7 @@ async def open_ownership(
     """Whoever owns a directory owns all in it; what is shared is owned by lease."""
     if not isinstance(settings.hot, RedisLocation):
         return SoleOwnership()
-    from kvstore.catalog.ownership_redis import RedisOwnership
+    from kvstore.catalog.redis.coordination import RedisOwnership
     from kvstore.tiers.redis import open_control
 
     client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))

@@ -18,7 +18,7 @@ from kvstore.store.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.gather import gather_all
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
-from migrations.plan import Step, Verdict
+from migrations.steps import Step, Verdict
 from migrations.store import Listed, Store, soon
 
 __all__ = ["Copier", "Progress", "Walk"]

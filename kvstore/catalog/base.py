@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvstore.catalog.entry import EntryTable, Level
-from kvstore.catalog.totals import LevelTotals, NamespaceTotals
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
 
@@ -27,7 +27,9 @@ __all__ = [
     "Step",
     "Tombstone",
     "Use",
+    "bytes_of_cursor",
 ]
+
 
 Gate = Callable[[], None]
 """Asked before each call to a shared server; raises `Unavailable` while nothing may be asked of it."""
@@ -390,3 +392,55 @@ class Catalog(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Release what the catalog itself opened. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelTotals:
+    """What one level holds.
+
+    Attributes:
+        num_boundaries: Boundaries with at least one record there.
+        num_records: Their records.
+        num_bytes: Bytes of these records, headers included.
+    """
+
+    num_boundaries: int = 0
+    num_records: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: LevelTotals) -> LevelTotals:
+        return LevelTotals(
+            self.num_boundaries + other.num_boundaries,
+            self.num_records + other.num_records,
+            self.num_bytes + other.num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceTotals:
+    """What one namespace holds.
+
+    Attributes:
+        tenant: Its tenant.
+        num_boundaries: Entries; one with records at both levels counts once.
+        levels: Totals per `Level`.
+    """
+
+    tenant: str = ""
+    num_boundaries: int = 0
+    levels: tuple[LevelTotals, ...] = field(default_factory=lambda: tuple(LevelTotals() for _ in Level))
+
+
+def bytes_of_cursor(cursor: str) -> bytes:
+    """The prefix that the last step ended with; empty at the start.
+
+    Raises:
+        InvalidRequest: Not a cursor.
+    """
+    try:
+        after = bytes.fromhex(cursor)
+    except ValueError:
+        after = b"?"
+    if len(after) not in (0, PREFIX_BYTES):
+        raise InvalidRequest("not a cursor of this catalog: start again without one", field="cursor", seen=cursor[:80])
+    return after

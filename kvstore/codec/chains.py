@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codec.base import Buffer, ByteArray, Chain, as_bytes, as_writable_bytes
+from kvstore.codec.base import Buffer, ByteArray, Chain, Raw, as_bytes, as_writable_bytes
 from kvstore.codec.planes import Planes, Planes2, Planes4, join_planes, split_planes
-from kvstore.codec.raw import Raw
 from kvstore.codec.zstd import Zstd
 from kvstore.errors import InvalidRequest, UnsupportedFormat
 

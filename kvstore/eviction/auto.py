@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.eviction.cache import PrefixCache
-from kvstore.eviction.candidates import CANDIDATES, Candidate
+from kvstore.eviction.candidates import CANDIDATES, Admission, Candidate
 from kvstore.eviction.holdings import Holdings
-from kvstore.eviction.prefixes import Key
-from kvstore.eviction.sampling import PrefixSample
+from kvstore.eviction.prefixes import Key, spread
 
-__all__ = ["COPY_BOUNDARIES", "Auto"]
+__all__ = ["COPY_BOUNDARIES", "Auto", "PrefixCache", "PrefixSample", "Saved"]
+
 
 COPY_BOUNDARIES = 4096
 """About how many boundaries each simulation holds. Where the tier holds no more than these, the simulation is exact."""
@@ -98,3 +97,114 @@ class Auto:
             return False
         self._current = best
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save did.
+
+    Attributes:
+        first: Index in the prompt of the first boundary that was written.
+        stop: Index after the last one.
+        num_evicted: Boundaries that were evicted for it.
+    """
+
+    first: int
+    stop: int
+    num_evicted: int
+
+    @property
+    def num_written(self) -> int:
+        return self.stop - self.first
+
+
+class PrefixCache:
+    """Keeps the boundaries of prompts under a budget.
+
+    Args:
+        holdings: What is held, and its policy.
+        admission: Which boundaries may be held.
+    """
+
+    def __init__(self, holdings: Holdings, admission: Admission) -> None:
+        self.holdings = holdings
+        self.admission = admission
+
+    def save(self, path: Sequence[Key], tokens: Sequence[int], sizes: Sequence[int], now: float) -> Saved:
+        """Hold what is not held of a prompt, shortest prefix first, as far as admission and budget allow.
+
+        Args:
+            path: The prompt's boundaries, ascending.
+            tokens: Position of each, in tokens.
+            sizes: Bytes of each one's records.
+            now: Time on the caller's clock.
+        """
+        holdings = self.holdings
+        first = holdings.leading(path)
+        stop = max(first, self.admission.admit(path, tokens))
+        num_evicted = 0
+        held = holdings.get(path[first - 1]) if first else None
+        if held is not None:
+            holdings.pin(held)  # the start of the prompt is not evicted for its end
+        index = first
+        while index < stop:
+            num_bytes = sizes[index]
+            if not holdings.fits(num_bytes):
+                num_evicted += len(holdings.evict(num_bytes))
+                if not holdings.fits(num_bytes):
+                    break
+            parent = held.key if held is not None else None
+            node = holdings.add(path[index], parent, tokens=tokens[index], num_bytes=num_bytes, now=now)
+            node.num_holds += 1
+            if held is not None:
+                held.num_holds -= 1  # the pin; not free, since the new boundary is its child
+            held = node
+            index += 1
+        if held is not None:
+            holdings.unpin(held)
+        return Saved(first, index, num_evicted)
+
+
+_COMMON_SHARE = 1 / 64
+_COMMON_MIN = 16
+"""A boundary is common when this many prompts, and this share of all prompts, contain it."""
+_HALVE_AT = 1 << 14
+"""Prompts after which counts are halved and boundaries seen once are dropped: bounds memory and ages old starts."""
+
+
+class PrefixSample:
+    """Samples a share of the live prefixes, at the boundary where they diverge.
+
+    Prompts that share a prefix must be in the sample together or not at all, or the sample's hit rate means nothing.
+    But a system prompt, or in some traces one root block, is shared by almost all. So common boundaries are skipped,
+    and a hash of a prompt's first boundary that is not common decides for all prompts that contain it.
+
+    Args:
+        share: Share of the prefixes, above 0; 1 or more takes all.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = min(1.0, share)
+        self._threshold = int(self.share * (1 << 64))
+        self._counts: dict[Key, int] = {}  # of prompts' first boundaries, and of those that follow a common one
+        self._num_seen = 0
+
+    def takes(self, path: Sequence[Key]) -> bool:
+        """Whether a prompt is in the sample. Counts the prompt."""
+        if self.share >= 1.0:
+            return True
+        self._num_seen += 1
+        if self._num_seen % _HALVE_AT == 0:
+            self._halve()
+        common = max(_COMMON_MIN, self._num_seen * _COMMON_SHARE)
+        counts = self._counts
+        for key in path:
+            seen = counts.get(key, 0) + 1
+            counts[key] = seen
+            if seen < common:
+                return spread(key) < self._threshold
+        return bool(path)  # all its boundaries are common: part of every sample
+
+    def _halve(self) -> None:
+        self._counts = {key: seen // 2 for key, seen in self._counts.items() if seen > 1}
+        self._num_seen //= 2

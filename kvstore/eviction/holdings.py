@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.eviction.base import Policy
+from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Key, Node
 from kvstore.runtime.collector import let_go
 

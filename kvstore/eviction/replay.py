@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import gzip
+import heapq
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.auto import Auto
-from kvstore.eviction.cache import PrefixCache
+from kvstore.eviction.auto import Auto, PrefixCache
 from kvstore.eviction.candidates import AUTO, CANDIDATES, LiveAdmission, parse_candidate
-from kvstore.eviction.clairvoyant import clairvoyant_holds
 from kvstore.eviction.holdings import Holdings
-from kvstore.eviction.trace import TracedPrompt
+from kvstore.eviction.prefixes import Key
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = ["CLAIRVOYANT", "ReplayPlan", "ReplayResult", "check_policy", "replay"]
+__all__ = [
+    "CLAIRVOYANT",
+    "ReplayPlan",
+    "ReplayResult",
+    "TracedPrompt",
+    "check_policy",
+    "clairvoyant_holds",
+    "read_trace",
+    "replay",
+]
+
 
 CLAIRVOYANT = "clairvoyant"
 """Not a policy but an upper bound: it knows the next use of every block from the trace."""
@@ -166,3 +179,119 @@ def _clairvoyant(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress:
         result.blocks_read += held
     on_progress(len(prompts))
     return result
+
+
+def clairvoyant_holds(paths: Sequence[Sequence[Key]], budget: int) -> tuple[list[int], int]:
+    """Belady's algorithm with bypass: evicts what is used again latest, and does not write what is never used again.
+
+    A boundary's next use is never later than that of a longer prefix, so the longest prefixes are evicted first.
+
+    Args:
+        paths: All prompts' boundaries, in the order of arrival.
+        budget: Boundaries that may be held, all of one size.
+
+    Returns:
+        For each prompt how many of its boundaries are held when it arrives, and how many boundaries were written.
+    """
+    never = len(paths)
+    next_uses: list[list[int]] = [[] for _ in paths]
+    upcoming: dict[Key, int] = {}
+    for index in range(len(paths) - 1, -1, -1):
+        next_uses[index] = [upcoming.get(key, never) for key in paths[index]]
+        upcoming.update(dict.fromkeys(paths[index], index))
+    held: dict[Key, int] = {}  # to the prompt of its next use
+    furthest: list[tuple[int, int, Key]] = []  # next use and depth, both negated: the latest, then the deepest, first
+    leading, num_written = [], 0
+    for index, path in enumerate(paths):
+        hits = 0
+        while hits < len(path) and path[hits] in held:
+            hits += 1
+        leading.append(hits)
+        added = []
+        for depth, (key, use) in enumerate(zip(path, next_uses[index], strict=True)):
+            if use == never:
+                held.pop(key, None)
+                continue
+            if key not in held:
+                added.append(key)
+            held[key] = use
+            heapq.heappush(furthest, (-use, -depth, key))
+        while len(held) > budget:
+            use, _, key = heapq.heappop(furthest)
+            if held.get(key) == -use:
+                del held[key]
+        num_written += sum(key in held for key in added)
+    return leading, num_written
+
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_FIELDS = {"timestamp": "milliseconds", "input_length": "tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """One request.
+
+    Attributes:
+        at_s: When it arrived, in seconds since the trace's start.
+        num_tokens: Length of the prompt.
+        blocks: Ids of its blocks; each identifies the whole prompt up to the block's end. The last may be short.
+    """
+
+    at_s: float
+    num_tokens: int
+    blocks: tuple[int, ...]
+
+
+def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
+    """Read a trace: `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}` per line.
+
+    Args:
+        path: The file.
+        block_tokens: Tokens of a block; Mooncake's traces have 512.
+
+    Raises:
+        InvalidRequest: The file cannot be read, or a line is malformed; the message names the line and the field.
+    """
+    prompts = []
+    try:
+        with path.open("rb") as file:
+            is_gzip = file.read(2) == _GZIP_MAGIC
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    prompts.append(_parse(line, path, number, block_tokens))
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest("cannot read the trace", path=path, error=reason) from error
+    if not prompts:
+        raise InvalidRequest("the trace is empty: expected one JSON object with hash_ids per line", path=path)
+    return sorted(prompts, key=lambda prompt: prompt.at_s)
+
+
+def _parse(line: bytes, path: Path, number: int, block_tokens: int) -> TracedPrompt:
+    where = f"line {number} of {path}"
+    try:
+        fields: Any = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: expected a JSON object", seen=line[:60]) from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"{where}: expected a JSON object", seen=line[:60])
+    for name, unit in _FIELDS.items():
+        value = fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise InvalidRequest(f"{where}: {name}: expected {unit}, a number not below zero", seen=value)
+    blocks = fields.get("hash_ids")
+    if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
+        raise InvalidRequest(f"{where}: hash_ids: expected a list of whole numbers", seen=str(blocks)[:60])
+    num_tokens = int(fields["input_length"])
+    expected = -(-num_tokens // block_tokens)
+    if len(blocks) != expected:
+        raise InvalidRequest(
+            f"{where}: hash_ids: expected one for each {block_tokens} tokens of input_length; "
+            "set --block-tokens to the trace's block size",
+            input_length=num_tokens,
+            expected=expected,
+            seen=len(blocks),
+        )
+    return TracedPrompt(fields["timestamp"] / 1000, num_tokens, tuple(blocks))

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.layout import GroupLayout, Layout
-from kvstore.model.spans import cell_of
+from kvstore.model.layout import GroupLayout, Layout, cell_of
 
 __all__ = ["MAX_POINTS", "NeededRecord", "ends_to_resume", "longest_resumable", "records_to_resume"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.ownership import Ownership
-from kvstore.eviction.admission import AdmitAll, SecondSight
-from kvstore.eviction.candidates import ADMISSIONS
+from kvstore.catalog.coordination import Ownership
+from kvstore.eviction.candidates import ADMISSIONS, AdmitAll, SecondSight
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.runtime.clock import Clock

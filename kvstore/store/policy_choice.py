@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.ownership import Ownership
-from kvstore.eviction.admission import AdmitAll
+from kvstore.catalog.coordination import Ownership
 from kvstore.eviction.auto import Auto
-from kvstore.eviction.base import Policy
-from kvstore.eviction.candidates import AUTO, CANDIDATES, Candidate
+from kvstore.eviction.candidates import AUTO, CANDIDATES, AdmitAll, Candidate
+from kvstore.eviction.policies import Policy
 from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline

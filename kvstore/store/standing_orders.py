@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.catalog.books import Book
+from kvstore.catalog.coordination import Book
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import NamespaceId

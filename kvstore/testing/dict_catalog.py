@@ -18,9 +18,9 @@ from kvstore.catalog.base import (
     Step,
     Tombstone,
     Use,
+    bytes_of_cursor,
 )
 from kvstore.catalog.changes import EntryEdit, entry_of, packed_with
-from kvstore.catalog.cursors import bytes_of_cursor
 from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, EntryShape, EntryTable, Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import NamespaceId, PrefixHash

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvstore.catalog.ownership import Ownership
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.coordination import Ownership
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.errors import Closed
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock

@@ -10,7 +10,7 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 
 __all__ = ["NAMESPACE", "make_key", "make_record"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from kvstore.catalog.books import JOBS, ORDERS, Book, BookKind, FileBook
-from kvstore.catalog.redis_books import RedisBook
+from kvstore.catalog.coordination import JOBS, ORDERS, Book, BookKind, FileBook
+from kvstore.catalog.redis.coordination import RedisBook
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import RedisCluster, RedisServer

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
-from kvstore.catalog.pending_redis import NUM_SHARDS, RedisPendingLog
-from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.redis.pending import NUM_SHARDS, RedisPendingLog
+from kvstore.catalog.sqlite.pending import SqlitePendingLog
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks

@@ -16,8 +16,8 @@ from connector.identity import describe_namespace
 from connector.scheduler.side import PromptFacts, SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.api import Ack, Deadline, Outcome
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_catalog, open_store

@@ -13,9 +13,8 @@ from redis.asyncio import Redis
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler, ServerCounters, format_counters
-from kvstore.catalog.redis_sample import Sample, Sampler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler, ServerCounters, format_counters
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline

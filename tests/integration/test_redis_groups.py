@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import AskError
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name

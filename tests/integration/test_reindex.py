@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 from kvstore.api import Ack
 from kvstore.catalog.base import Catalog, NamespaceTotals
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.cli.main import main
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId

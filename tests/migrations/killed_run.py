@@ -16,8 +16,8 @@ import sys
 import traceback
 from collections import Counter
 
-import kvstore.catalog.ownership_redis
-import kvstore.catalog.redis
+import kvstore.catalog.redis.catalog
+import kvstore.catalog.redis.coordination
 import kvstore.tiers.redis
 import kvstore.tiers.s3  # noqa: F401 - whatever a run imports late is here before it is forked
 from kvstore.cli.migrate import open_runner

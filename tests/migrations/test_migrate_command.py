@@ -21,8 +21,8 @@ from kvstore.cli.migrate import open_runner
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.format.names import manifest_name
-from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
@@ -31,9 +31,7 @@ from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from migrations.copying import Progress
 from migrations.journal import _place
-from migrations.plan import Verdict
-from migrations.versions.m0001_initial import InitialStep
-from migrations.versions.m0002_keys import KeyStep
+from migrations.steps import InitialStep, KeyStep, Verdict
 
 PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
 OTHER = replace(PROMPT, name="other", tenant="blue")

@@ -15,7 +15,7 @@ from kvstore.format.names import format_name, manifest_name, parse_name, stripe_
 from kvstore.format.record import Record, open_record, seal
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 
 U16, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 64))
 KEYS = st.builds(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import SaveOutcome
-from kvstore.catalog.books import ORDERS, FileBook
+from kvstore.catalog.coordination import ORDERS, FileBook
 from kvstore.eviction.holdings import Quota
 from kvstore.format.names import format_name
 from kvstore.runtime.clock import SYSTEM_CLOCK

@@ -9,8 +9,8 @@ from enum import Enum
 
 from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone
 from kvstore.catalog.changes import entry_of
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
 from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name

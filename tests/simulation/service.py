@@ -6,10 +6,9 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.errors import KVStoreError
-from kvstore.eviction.admission import AdmitAll
-from kvstore.eviction.candidates import AUTO
+from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters

@@ -10,8 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, NamespaceTotals
-from kvstore.model.keys import PrefixHash
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import PlainChain, PrefixHash
 from kvstore.service.admin.access import Administrator
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context

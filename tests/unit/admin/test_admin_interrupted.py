@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstore.catalog.books import JOBS, FileBook
+from kvstore.catalog.coordination import JOBS, FileBook
 from kvstore.cli.main import main
 from kvstore.service.admin.job import Job, JobKind, JobState
 from kvstore.service.admin.job_keeper import JobKeeper, again_of

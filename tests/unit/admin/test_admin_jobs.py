@@ -15,8 +15,7 @@ from kvstore.catalog.entry import Level
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import seal
-from kvstore.model.keys import Boundary, RecordKey
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import Boundary, PlainChain, RecordKey
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.unit.admin.admin_world import World, ended, prompt_of, soon, world

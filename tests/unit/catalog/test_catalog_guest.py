@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt

@@ -11,9 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvstore.cli.main import main
-from kvstore.eviction.clairvoyant import clairvoyant_holds
-from kvstore.eviction.replay import ReplayPlan, replay
-from kvstore.eviction.trace import read_trace
+from kvstore.eviction.replay import ReplayPlan, clairvoyant_holds, read_trace, replay
 
 CUT = Path(__file__).resolve().parents[2] / "traces" / "conversation-cut.jsonl.gz"
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from kvstore.eviction.auto import Auto
+from kvstore.eviction.auto import Auto, PrefixSample
 from kvstore.eviction.prefixes import spread
-from kvstore.eviction.sampling import PrefixSample
 
 
 def test_the_sample_is_drawn_behind_a_common_start() -> None:

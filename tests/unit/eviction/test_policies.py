@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.eviction.admission import AdmitAll, BySize, SecondSight
-from kvstore.eviction.base import Policy
-from kvstore.eviction.cache import PrefixCache
-from kvstore.eviction.candidates import POLICIES
-from kvstore.eviction.flops_per_byte import FlopsPerByte, PrefillCost
+from kvstore.eviction.auto import PrefixCache
+from kvstore.eviction.candidates import POLICIES, AdmitAll, BySize, SecondSight
 from kvstore.eviction.holdings import Holdings, Quota
-from kvstore.eviction.lru import Lru
+from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, PrefillCost
 
 MAKERS = [pytest.param(make, id=name) for name, make in POLICIES.items()]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.encrypted import ENCRYPTION_BYTES, TenantKey, decrypt_record, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES
-from kvstore.format.key_ids import pack_key_ids, parse_key_ids
+from kvstore.format.manifest import pack_key_ids, parse_key_ids
 from kvstore.format.record import Record, open_record, seal
 from kvstore.testing.keys import secret_of, tenant_key
 from kvstore.testing.records import make_key, make_record

@@ -16,8 +16,8 @@ from kvstore.format.names import parse_name
 from kvstore.format.record import open_record, read_record, seal, verify_payload
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
+from kvstore.model.layout import Span
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.model.spans import Span
 
 KEY = RecordKey(NamespaceId(bytes(16)), PrefixHash(bytes(32)), 0, 0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack, Outcome, SaveOutcome
-from kvstore.catalog.books import ORDERS, FileBook
+from kvstore.catalog.coordination import ORDERS, FileBook
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota

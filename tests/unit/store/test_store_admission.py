@@ -11,7 +11,7 @@ import pytest
 from store_world import LIMITS, MIB, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
-from kvstore.catalog.ownership import SoleOwnership
+from kvstore.catalog.coordination import SoleOwnership
 from kvstore.errors import Unavailable
 from kvstore.eviction.candidates import CANDIDATES, Candidate
 from kvstore.format.record import Record

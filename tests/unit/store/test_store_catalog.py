@@ -13,8 +13,8 @@ import pytest
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import LeaveReason
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingEntry
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.pending import PendingEntry
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK

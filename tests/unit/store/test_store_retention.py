@@ -11,9 +11,9 @@ from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, World, open_world
 
 from kvstore.api import PrefixQuery
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Use
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash

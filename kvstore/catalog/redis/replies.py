@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore.catalog.redis_scripts import START
+from kvstore.catalog.redis.scripts import START
 from kvstore.errors import Unavailable
 
 __all__ = ["Argument", "Command", "check_reply", "keys_of"]

@@ -26,8 +26,8 @@ from copy import copy
 from typing import Any, TypeVar, cast
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
-from kvstore.catalog.redis_nodes import NoRoom, RedisNodes
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.redis.nodes import NoRoom, RedisNodes
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline

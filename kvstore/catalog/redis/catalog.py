@@ -23,14 +23,28 @@ from kvstore.catalog.base import (
     Use,
 )
 from kvstore.catalog.changes import entry_of, packed_with
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import EntryShape, EntryTable, Level
-from kvstore.catalog.ownership import Ownership
-from kvstore.catalog.ownership_redis import RedisOwnership
-from kvstore.catalog.redis_nodes import RedisNodes
-from kvstore.catalog.redis_replies import Argument, Command
-from kvstore.catalog.redis_scripts import ADD, FINISH, OBSERVE, PIN, REMOVE, START, STOP, USE, Script
-from kvstore.catalog.redis_slots import NUM_SLOTS, slot_of, tag_of
-from kvstore.catalog.redis_values import add_item, hash_items, parse_tombstone, parse_totals, remove_item, sum_totals
+from kvstore.catalog.redis.coordination import RedisOwnership
+from kvstore.catalog.redis.nodes import NUM_SLOTS, RedisNodes, slot_of, tag_of
+from kvstore.catalog.redis.replies import Argument, Command
+from kvstore.catalog.redis.scripts import (
+    ADD,
+    FINISH,
+    OBSERVE,
+    PIN,
+    REMOVE,
+    START,
+    STOP,
+    USE,
+    Script,
+    add_item,
+    hash_items,
+    parse_tombstone,
+    parse_totals,
+    remove_item,
+    sum_totals,
+)
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name, manifest_name, namespace_root

@@ -4,10 +4,14 @@ leases and pending writes ask of Redis goes through here, so that its errors and
 from __future__ import annotations
 
 import asyncio
+import binascii
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import count
 from typing import Any, cast
 
 from hiredis import pack_command
@@ -26,13 +30,13 @@ from redis.exceptions import (
 )
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.cursors import numbers_of_cursor
-from kvstore.catalog.redis_replies import Command, check_reply, keys_of
-from kvstore.catalog.redis_scripts import ALL, DAMAGED
-from kvstore.errors import Unavailable
+from kvstore.catalog.redis.replies import Command, check_reply, keys_of
+from kvstore.catalog.redis.scripts import ALL, DAMAGED
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["NoRoom", "RedisNodes"]
+__all__ = ["NUM_SLOTS", "NoRoom", "RedisNodes", "slot_of", "tag_of"]
+
 
 _log = logging.getLogger(__name__)
 
@@ -292,3 +296,49 @@ class RedisNodes:
             else:
                 node.release(connection)
         return replies
+
+
+NUM_SLOTS = 16384
+
+
+def slot_of(tag: bytes) -> int:
+    """The slot of every key with this hash tag."""
+    return binascii.crc_hqx(tag, 0) % NUM_SLOTS
+
+
+def tag_of(slot: int) -> bytes:
+    """A short hash tag whose keys are in `slot`."""
+    return _tags()[slot]
+
+
+@cache
+def _tags() -> tuple[bytes, ...]:
+    """For each slot the lowest decimal number that maps to it; found by trying, once per process."""
+    tags: dict[int, bytes] = {}
+    for number in count():
+        tag = b"%d" % number
+        if tags.setdefault(slot_of(tag), tag) is tag and len(tags) == NUM_SLOTS:
+            return tuple(tags[slot] for slot in range(NUM_SLOTS))
+    raise AssertionError("not reached")
+
+
+_NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
+
+
+def numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
+    """The index of a node, and the position of the SCAN on it.
+
+    Raises:
+        InvalidRequest: Not a cursor, or one from when the cluster had another number of nodes.
+    """
+    if not cursor:
+        return 0, 0
+    match = _NUMBERS.fullmatch(cursor)
+    of, node, scan = (int(part) for part in match.groups()) if match is not None else (0, 0, 0)
+    if of != num_nodes or node >= num_nodes or scan >= 1 << 64:
+        raise InvalidRequest(
+            "not a cursor of this catalog, or no longer valid: start again without one",
+            field="cursor",
+            seen=cursor[:80],
+        )
+    return node, scan

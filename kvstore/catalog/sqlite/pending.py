@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
-from kvstore.catalog.sqlite_file import SqliteFile, is_no_room
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.sqlite.file import SqliteFile, is_no_room
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock

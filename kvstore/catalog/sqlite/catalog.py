@@ -19,19 +19,19 @@ from kvstore.catalog.base import (
     Step,
     Tombstone,
     Use,
+    bytes_of_cursor,
 )
 from kvstore.catalog.changes import EntryEdit, entry_of, packed_with
-from kvstore.catalog.cursors import bytes_of_cursor
 from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, EntryShape, EntryTable, Level
-from kvstore.catalog.sqlite_file import SqliteFile
-from kvstore.catalog.sqlite_schema import SCHEMA, VERSION
+from kvstore.catalog.sqlite.file import SqliteFile
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["SqliteCatalog"]
+__all__ = ["SCHEMA", "VERSION", "SqliteCatalog"]
+
 
 _TOMBSTONES = 16384
 _BATCH = 512
@@ -397,3 +397,21 @@ class SqliteCatalog(Catalog):
         if shape is None:
             raise InvalidRequest("the namespace is not known to the catalog: register it", namespace=namespace.hex())
         return shape
+
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+  namespace BLOB, prefix BLOB, data BLOB NOT NULL, PRIMARY KEY (namespace, prefix)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS totals (
+  namespace BLOB, level INTEGER, boundaries INTEGER, records INTEGER, bytes INTEGER, PRIMARY KEY (namespace, level)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS namespaces (namespace BLOB PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tombstones (
+  number INTEGER PRIMARY KEY, namespace BLOB, prefix BLOB, level INTEGER, "group" INTEGER, slice INTEGER,
+  bytes INTEGER, reason INTEGER, at_s INTEGER
+);
+"""
+VERSION = 1
+"""A file of another version is renamed and replaced."""
