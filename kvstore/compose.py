@@ -231,7 +231,7 @@ async def _open_recorder(
     assert isinstance(catalog, RedisCatalog)
     background = Background("catalog")
     stack.push_async_callback(background.aclose)
-    reconciler = Reconciler(catalog, meters, look_s=settings.catalog_look_s, clock=clock)
+    reconciler = Reconciler(catalog, meters, period_s=settings.catalog_look_s, clock=clock)
     background.spawn(reconciler.run(), "reconcile")
     return recorder
 

@@ -119,7 +119,7 @@ class Service:
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
         stack.push_async_callback(background.aclose)
-        self.reconciler = Reconciler(catalog, meters, look_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(catalog, meters, period_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
         rule = self.sizes.admission
         own_rule, below = AdmitAll.name if rule == AUTO else rule, self.recorder.below

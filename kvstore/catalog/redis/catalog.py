@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from redis.asyncio import Redis, RedisCluster
 
 from kvstore.catalog.base import (
+    TOMBSTONES_MAX,
     Addition,
     BoundaryEntry,
     Catalog,
@@ -21,12 +22,13 @@ from kvstore.catalog.base import (
     Step,
     Tombstone,
     Use,
+    entry_of,
 )
-from kvstore.catalog.changes import entry_of, packed_with
+from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import EntryShape, EntryTable, Level
 from kvstore.catalog.redis.coordination import RedisOwnership
-from kvstore.catalog.redis.nodes import NUM_SLOTS, RedisNodes, slot_of, tag_of
+from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command
 from kvstore.catalog.redis.scripts import (
     ADD,
@@ -45,8 +47,6 @@ from kvstore.catalog.redis.scripts import (
     remove_item,
     sum_totals,
 )
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, UnsupportedFormat
-from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name, manifest_name, namespace_root
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -62,7 +62,6 @@ _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _SCAN_S = 10.0
 """Time limit of each step of a scan."""
-_TOMBSTONES = 16384
 
 
 class RedisCatalog(Catalog):
@@ -71,19 +70,17 @@ class RedisCatalog(Catalog):
     them.
 
     Args:
-        client: Answers in `bytes`; the caller closes it.
+        client: Replies in `bytes`; the caller closes it.
         clock: For first and last use.
-        gate: Asked before each call; `None`: calls are always allowed.
+        gate: Called before each call; `None`: calls are always allowed.
     """
 
     def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK, gate: Gate | None = None) -> None:
+        super().__init__(clock)
         self._nodes = RedisNodes(client, gate=gate)
         self._gate = gate
-        self._clock = clock
-        self._repairs_told = 0
-        self._shapes: dict[NamespaceId, EntryShape] = {}
-        self._tenants: dict[NamespaceId, str] = {}
-        self._closed = False
+        self._repairs_reported = 0
+        self._names_cursor: str | None = None
 
     # reads
 
@@ -99,23 +96,9 @@ class RedisCatalog(Catalog):
         shape = self._shape(namespace)
         return EntryTable.of(shape, await self._entries(namespace, prefixes, deadline))
 
-    async def get(self, namespace: NamespaceId, prefix: PrefixHash, *, deadline: Deadline) -> BoundaryEntry | None:
-        shape = self._shape(namespace)
-        (data,) = await self._entries(namespace, [prefix], deadline)
-        return None if data is None else entry_of(shape, namespace, prefix, data)
-
-    async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        shape = self._shape(namespace)
-        async for batch in self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", count=_BATCH, deadline_s=_SCAN_S):
-            prefixes = [prefix for prefix in dict.fromkeys(map(_prefix_of, batch)) if prefix is not None]
-            entries = await self._entries(namespace, prefixes, Deadline.after(_SCAN_S, self._clock))
-            for prefix, data in zip(prefixes, entries, strict=True):
-                if data is not None:
-                    yield entry_of(shape, namespace, prefix, data)
-
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
         shape = self._shape(namespace)
-        names, after = await self._nodes.scan_step(f"{_ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
+        names, after = await self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
         prefixes = [prefix for prefix in dict.fromkeys(map(_prefix_of, names)) if prefix is not None]
         return Step(prefixes, EntryTable.of(shape, await self._entries(namespace, prefixes, deadline)), after)
 
@@ -125,7 +108,7 @@ class RedisCatalog(Catalog):
         return {
             NamespaceId(namespace): tenant.decode(errors="replace")
             for namespace, tenant in found
-            if len(namespace) == NAMESPACE_BYTES  # anything else is damaged, and nobody's
+            if len(namespace) == NAMESPACE_BYTES  # anything else is damaged
         }
 
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
@@ -143,7 +126,7 @@ class RedisCatalog(Catalog):
             found = [tombstone for tombstone in read if tombstone is not None]
             return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
 
-        return await asyncio.to_thread(parse)  # there may be thousands: the loop has others to answer
+        return await asyncio.to_thread(parse)  # there may be thousands, which would hold up the loop
 
     # changes
 
@@ -185,48 +168,38 @@ class RedisCatalog(Catalog):
         await self._run(calls, deadline)
 
     async def start_leaving(
-        self,
-        namespace: NamespaceId,
-        prefix: PrefixHash,
-        level: Level,
-        *,
-        deadline: Deadline,
-        unless_used_since_s: int | None = None,
-        even_if_pinned: bool = False,
-    ) -> BoundaryEntry | None:
-        since_s = 0xFFFFFFFF if unless_used_since_s is None else unless_used_since_s
-        call = self._call(START, namespace, prefix, level, since_s, int(even_if_pinned))
-        (data,) = await self._run([call], deadline)
-        return None if data is None else entry_of(self._shape(namespace), namespace, prefix, bytes(data))
-
-    async def _start_wave(
-        self, leaving: Sequence[Leaving], level: Level, deadline: Deadline
+        self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        calls = [self._call(START, one.namespace, one.prefix, level, one.unless_used_since_s, 0) for one in leaving]
-        found = zip(leaving, await self._run(calls, deadline), strict=True)
-        return [
-            None if data is None else entry_of(self._shape(one.namespace), one.namespace, one.prefix, bytes(data))
-            for one, data in found
-        ]
+        """Works in waves: a boundary's wave comes after those of all longer ones that name it as `below`."""
+        hidden: list[BoundaryEntry | None] = [None] * len(leaving)
+        waves: list[list[int]] = []
+        wave_of: dict[int, int] = {}
+        for index, one in enumerate(leaving):  # longer prefixes come first, so this one's wave is final
+            wave = wave_of.get(index, 0)
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append(index)
+            if one.below is not None:
+                wave_of[one.below] = max(wave_of.get(one.below, 0), wave + 1)
+        stay: set[int | None] = set()
+        for indexes in waves:
+            going = [(index, leaving[index]) for index in indexes if index not in stay]
+            calls = [self._call(START, one.namespace, one.prefix, level, one.unless_used_since_s) for _, one in going]
+            for (index, one), data in zip(going, await self._run(calls, deadline), strict=True):
+                if data is not None:
+                    hidden[index] = entry_of(self._shape(one.namespace), one.namespace, one.prefix, bytes(data))
+            stay.update(leaving[index].below for index in indexes if hidden[index] is None)
+        return hidden
 
     async def finish_leaving(
-        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
-    ) -> int:
-        (num_bytes,) = await self._run([self._finish(namespace, prefix, level, reason)], deadline)
-        return int(num_bytes)
-
-    async def finish_leaving_all(
         self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline
     ) -> int:
-        calls = [self._finish(entry.namespace, entry.prefix, level, reason) for entry, reason in gone]
+        calls = []
+        for one, reason in gone:
+            shape = self._shape(one.namespace)
+            arguments = (one.prefix, int(reason), shape.sum_at(level, 0), len(shape.num_slices))
+            calls.append(self._call(FINISH, one.namespace, one.prefix, level, *arguments))
         return sum(map(int, await self._run(calls, deadline)))
-
-    def _finish(
-        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason
-    ) -> tuple[int, Command]:
-        shape = self._shape(namespace)
-        arguments = (prefix, int(reason), shape.sum_at(level, 0), len(shape.num_slices))
-        return self._call(FINISH, namespace, prefix, level, *arguments)
 
     async def stop_leaving(
         self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline
@@ -240,8 +213,8 @@ class RedisCatalog(Catalog):
         return sum(await self._run(calls, deadline))
 
     async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
-        """Correct the hot bits and bytes of boundaries to what their server really holds, since it may have evicted
-        records or been restarted. Returns how many records were lost. The hot records must be in this same Redis.
+        """Correct the hot bits and bytes of boundaries to what their server holds: it may have evicted records, or been
+        restarted. Returns how many records were lost. The hot records must be in this same Redis.
         """
         shape = self._shape(namespace)
         calls = []
@@ -253,23 +226,15 @@ class RedisCatalog(Catalog):
             calls.append(self._call(OBSERVE, namespace, prefix, Level.HOT, *arguments))
         return sum(await self._run(calls, deadline))
 
-    async def know(self, namespace: NamespaceId, *, deadline: Deadline) -> bool:
-        """Whether entries of a namespace can be read here: it was registered, or could be registered just now from the
-        manifest beside its records in this Redis.
-        """
+    def is_registered(self, namespace: NamespaceId) -> bool:
+        """Whether a namespace was registered with this object, so that its entries can be read."""
+        return namespace in self._shapes
+
+    async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """The manifest beside the namespace's records in this Redis."""
         self._check_open()
-        if namespace in self._shapes:
-            return True
-        manifest = await self._nodes.one(("GET", manifest_name(namespace)), deadline=deadline)
-        try:
-            description = parse_manifest(bytes(manifest), namespace) if manifest is not None else None
-            layout = description.layout() if description is not None else None
-        except (CorruptRecord, UnsupportedFormat, InvalidRequest):
-            return False
-        if description is None or layout is None:
-            return False
-        await self.register(namespace, layout, description.tenant, deadline=deadline)
-        return True
+        data = await self._nodes.one(("GET", manifest_name(namespace)), deadline=deadline)
+        return None if data is None else bytes(data)
 
     async def register_again(self, *, deadline: Deadline) -> None:
         """Register again those of this catalog's namespaces that Redis has lost."""
@@ -279,47 +244,50 @@ class RedisCatalog(Catalog):
                 await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
 
     async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
-        """See `RedisNodes.next_names`: names of entries, and of records, which are on the same servers."""
+        """About `count` names of any kind, of entries and of records. Each call continues where the last one ended, and
+        starts over at the end.
+        """
         self._check_open()
-        return await self._nodes.next_names(count, deadline=deadline)
+        cursor, self._names_cursor = self._names_cursor or "", None  # starts over if the cursor has become invalid
+        names, self._names_cursor = await self._nodes.scan("*", cursor, count, deadline=deadline)
+        return names
 
     async def are_stored(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
         """Whether these servers hold records. Per key, in order."""
         self._check_open()
-        calls = [(slot_of(key.prefix.hex().encode()), ("EXISTS", format_name(key))) for key in keys]
+        calls: list[Call] = [(self._nodes.slot_of(key.prefix.hex()), ("EXISTS", format_name(key))) for key in keys]
         return [bool(reply) for reply in await self._run(calls, deadline)]
 
     def ownership(self, lease_s: float) -> Ownership:
         """Leases among the services that share this Redis."""
         return RedisOwnership(self._nodes.client, lease_s=lease_s, gate=self._gate)
 
-    async def note(self, name: str, text: str, *, deadline: Deadline) -> None:
-        """Store a text for other services."""
+    async def write_note(self, name: str, text: str, *, deadline: Deadline) -> None:
+        """Store a text for the other services."""
         self._check_open()
         await self._nodes.one(("SET", f"{_ROOT}/{name}", text), deadline=deadline)
 
-    async def noted(self, name: str, *, deadline: Deadline) -> str | None:
-        """The text that was stored last under a name."""
+    async def read_note(self, name: str, *, deadline: Deadline) -> str | None:
+        """The text of a note; `None`: there is none."""
         self._check_open()
         text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
         return None if text is None else bytes(text).decode(errors="replace")
 
     async def clear(self, *, deadline: Deadline) -> None:
         await self.set_complete(False, deadline=deadline)
-        async for batch in self._nodes.scan(f"{_ROOT}/*/{{*}}", count=_BATCH, deadline_s=_SCAN_S):
-            commands: dict[int, list[Command]] = defaultdict(list)
-            for name in batch:
-                commands[slot_of(name.partition(b"{")[2][:-1])].append(("UNLINK", name))
-            await self._nodes.run(commands, deadline=Deadline.after(_SCAN_S, self._clock))
+        cursor: str | None = ""
+        while cursor is not None:
+            soon = Deadline.after(_SCAN_S, self._clock)
+            names, cursor = await self._nodes.scan(f"{_ROOT}/*/{{*}}", cursor, _BATCH, deadline=soon)
+            tags = (name.decode(errors="replace").partition("{")[2][:-1] for name in names)
+            calls = [(self._nodes.slot_of(tag), ("UNLINK", name)) for tag, name in zip(tags, names, strict=True)]
+            await self._nodes.run(calls, deadline=soon)
         await self._everywhere(lambda tag: ("UNLINK", _totals(tag)), Deadline.after(_SCAN_S, self._clock))
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """Each node's `INFO <section>`."""
         self._check_open()
         return await self._nodes.info(section, deadline=deadline)
-
-    async def aclose(self) -> None:
-        self._closed = True
 
     # helpers
 
@@ -329,78 +297,45 @@ class RedisCatalog(Catalog):
         """The entries as they are stored, in one round trip per node."""
         if not prefixes:
             return []
-        start = f"{_ROOT}/{namespace.hex()}/{{"
-        if not self._nodes.is_cluster:
-            names = [f"{start}{prefix.hex()}}}" for prefix in prefixes]
-            found = await self._nodes.run({0: [("MGET", *names)]}, deadline=deadline)
-            entries: list[bytes | None] = found[0][0]
-            return entries
-        slots: dict[int, list[Command]] = defaultdict(list)
-        places = []
-        for prefix in prefixes:
-            tag = prefix.hex()
-            listed = slots[slot_of(tag.encode())]
-            places.append((slot_of(tag.encode()), len(listed)))
-            listed.append(("GET", f"{start}{tag}}}"))
-        replies = await self._nodes.run(slots, deadline=deadline)
-        return [replies[slot][index] for slot, index in places]
+        start, tags = f"{_ROOT}/{namespace.hex()}/", [prefix.hex() for prefix in prefixes]
+        names = [f"{start}{{{tag}}}" for tag in tags]
+        if self._nodes.is_cluster:
+            calls: list[Call] = [
+                (self._nodes.slot_of(tag), ("GET", name)) for tag, name in zip(tags, names, strict=True)
+            ]
+            return await self._nodes.run(calls, deadline=deadline)
+        (entries,) = await self._nodes.run([(0, ("MGET", *names))], deadline=deadline)
+        return cast("list[bytes | None]", entries)
 
     def _call(
         self, script: Script, namespace: NamespaceId, prefix: PrefixHash, level: Level, *arguments: Argument
-    ) -> tuple[int, Command]:
-        """A script call and its slot; see `redis_scripts` for the arguments."""
+    ) -> Call:
+        """A script call and its slot; `scripts.py` describes the arguments."""
         shape, text = self._shape(namespace), prefix.hex()
-        slot = slot_of(text.encode()) if self._nodes.is_cluster else 0
-        tag = tag_of(slot) if self._nodes.is_cluster else b"0"
+        slot = self._nodes.slot_of(text)
+        tag = self._nodes.tag_of(slot)
         row = shape.row_at(level)
         keys = (f"{_ROOT}/{namespace.hex()}/{{{text}}}", _totals(tag), _tombstones(tag))
         common = (namespace, shape.num_bytes, int(level), row, row + shape.row_bytes - 1, shape.rows_at)
-        kept = max(1, self._tombstones_kept())
-        return slot, ("EVALSHA", script.sha, 3, *keys, *common, self._now_s(), kept, *arguments)
+        return slot, ("EVALSHA", script.sha, 3, *keys, *common, self._now_s(), self._tombstones_kept(), *arguments)
 
-    async def _run(self, calls: Sequence[tuple[int, Command]], deadline: Deadline) -> list[Any]:
+    async def _run(self, calls: Sequence[Call], deadline: Deadline) -> list[Any]:
         replies: list[Any] = []
         for start in range(0, len(calls), _BATCH):
-            slots: dict[int, list[Command]] = defaultdict(list)
-            places = []
-            for slot, command in calls[start : start + _BATCH]:
-                places.append((slot, len(slots[slot])))
-                slots[slot].append(command)
-            found = await self._nodes.run(slots, deadline=deadline)
-            replies += [found[slot][index] for slot, index in places]
-        await self._tell_repairs(deadline)
+            replies += await self._nodes.run(calls[start : start + _BATCH], deadline=deadline)
+        if (repaired := self._nodes.num_repaired) != self._repairs_reported:
+            await self.set_complete(False, deadline=deadline)  # the catalog lacks what was damaged and removed
+            self._repairs_reported = repaired
         return replies
 
-    async def _tell_repairs(self, deadline: Deadline) -> None:
-        """Mark the catalog as not complete once something damaged was removed: it lacks what stood there."""
-        if (repaired := self._nodes.num_repaired) != self._repairs_told:
-            await self.set_complete(False, deadline=deadline)
-            self._repairs_told = repaired
-
-    async def _everywhere(self, command: Any, deadline: Deadline) -> list[Any]:
-        """Run a command on the totals or tombstones of every slot."""
-        if not self._nodes.is_cluster:
-            return (await self._nodes.run({0: [command(b"0")]}, deadline=deadline))[0]
-        commands = {slot: [command(tag_of(slot))] for slot in range(NUM_SLOTS)}
-        return [reply for replies in (await self._nodes.run(commands, deadline=deadline)).values() for reply in replies]
+    async def _everywhere(self, command: Callable[[bytes], Command], deadline: Deadline) -> list[Any]:
+        """Run a command, made from a hash tag, on the totals or tombstones of every slot."""
+        slots = range(NUM_SLOTS if self._nodes.is_cluster else 1)
+        return await self._nodes.run([(slot, command(self._nodes.tag_of(slot))) for slot in slots], deadline=deadline)
 
     def _tombstones_kept(self) -> int:
         """Tombstones that are kept per slot."""
-        return max(4, _TOMBSTONES // NUM_SLOTS) if self._nodes.is_cluster else _TOMBSTONES
-
-    def _now_s(self) -> int:
-        return self._clock.wall_ms() // 1000
-
-    def _shape(self, namespace: NamespaceId) -> EntryShape:
-        self._check_open()
-        shape = self._shapes.get(namespace)
-        if shape is None:
-            raise InvalidRequest("the namespace is not known to the catalog: register it", namespace=namespace.hex())
-        return shape
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the catalog is closed")
+        return max(4, TOMBSTONES_MAX // NUM_SLOTS) if self._nodes.is_cluster else TOMBSTONES_MAX
 
 
 def _totals(tag: bytes) -> bytes:

@@ -1,5 +1,8 @@
-"""Many small commands to a Redis, or to all nodes of a cluster: one round trip per node. All that the catalog, books,
-leases and pending writes ask of Redis goes through here, so that its errors and strange answers are handled once."""
+"""Sends many small commands to a Redis, or to the nodes of a cluster, in one round trip per node.
+
+The catalog, its books, leases and pending writes all call Redis through here, so that errors and malformed replies are
+handled in one place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import binascii
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
@@ -35,12 +38,14 @@ from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["NUM_SLOTS", "NoRoom", "RedisNodes", "slot_of", "tag_of"]
-
+__all__ = ["NUM_SLOTS", "Call", "NoRoom", "RedisNodes"]
 
 _log = logging.getLogger(__name__)
 
+Call = tuple[int, Command]
+"""A command and the slot of its keys; without a cluster any slot."""
 
+NUM_SLOTS = 16384
 _CALLS_MAX = 24
 """Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
 
@@ -48,10 +53,10 @@ _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for 
 _TEXTS = {script.sha: script.text for script in ALL}
 _RESOLVED_BY_CLIENT = (MovedError, AskError, TryAgainError, ConnectionError)
 """Errors that the client resolves itself when a command is sent again: a slot that moved, a primary that died."""
-
-
+_NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
+"""A cursor: the number of nodes, the index of one, and the position of the SCAN on it."""
 _NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
-"""What redis-py raises on answers that it cannot convert."""
+"""Errors of redis-py for replies that it cannot convert."""
 
 
 class NoRoom(Unavailable):
@@ -59,14 +64,14 @@ class NoRoom(Unavailable):
 
 
 class RedisNodes:
-    """Sends each command to the node of its slot. Errors of Redis, and answers that the command cannot have, become
-    `Unavailable` here. A key of ours that is damaged is removed, and the command sent again: what stood in it can be
-    rebuilt, and nobody could write to it any more.
+    """Sends each command to the node of its slot. Errors of Redis, and replies that a command cannot have, become
+    `Unavailable` here. A damaged key of ours is removed, and the command is sent again: its content can be rebuilt, and
+    no service could write to it any more.
 
     Args:
-        client: Answers in `bytes`; the caller closes it.
+        client: Replies in `bytes`; the caller closes it.
         what: What is kept there, for messages.
-        gate: Asked before each call; `None`: calls are always allowed.
+        gate: Called before each call; `None`: calls are always allowed.
         calls_max: Connections in use at a time, over all nodes. A client's pool must have more.
 
     Attributes:
@@ -87,36 +92,47 @@ class RedisNodes:
         self._gate = gate
         self._calls = asyncio.Semaphore(calls_max)
         self.is_cluster = isinstance(client, RedisCluster)
-        self._position = (0, 0)  # where `next_names` continues: number of a node, and its cursor
 
-    async def run(self, commands: Mapping[int, Sequence[Command]], *, deadline: Deadline) -> dict[int, list[Any]]:
-        """Run commands and return their replies, slot by slot as they were given.
+    def slot_of(self, tag: str) -> int:
+        """The slot of every key with this hash tag; 0 without a cluster."""
+        return _slot_of(tag.encode()) if self.is_cluster else 0
 
-        Args:
-            commands: By slot; without a cluster any slot number will do.
-            deadline: When to give up.
+    def tag_of(self, slot: int) -> bytes:
+        """A short hash tag whose keys are in `slot`."""
+        return _tags()[slot] if self.is_cluster else b"0"
+
+    async def run(self, calls: Sequence[Call], *, deadline: Deadline) -> list[Any]:
+        """Run commands, in one round trip per node; returns their replies in order.
 
         Raises:
             Unavailable: Not reachable, out of time, or a command was refused.
 
-        If cancelled, what was sent may still be executed.
+        If cancelled, commands that were sent may still be executed.
         """
-        with self._asking():
-            async with deadline.scope(f"asking Redis for {self._what}"):
+        if not calls:
+            return []
+        with self._translated():
+            async with deadline.scope(f"calling Redis for {self._what}"):
                 if not self.is_cluster:
-                    return await self._on_node(None, commands)
+                    return await self._on_node(None, [command for _, command in calls])
                 cluster = cast(RedisCluster, self.client)
                 await cluster.initialize()
-                by_node: dict[Any, dict[int, Sequence[Command]]] = {}
-                for slot, listed in commands.items():
-                    by_node.setdefault(cluster.nodes_manager.get_node_from_slot(slot), {})[slot] = listed
-                parts = await asyncio.gather(*(self._on_node(node, part) for node, part in by_node.items()))
-                return {slot: replies for part in parts for slot, replies in part.items()}
+                by_node: dict[Any, list[int]] = {}
+                for index, (slot, _) in enumerate(calls):
+                    by_node.setdefault(cluster.nodes_manager.get_node_from_slot(slot), []).append(index)
+                parts = await asyncio.gather(
+                    *(self._on_node(node, [calls[index][1] for index in part]) for node, part in by_node.items())
+                )
+                replies: list[Any] = [None] * len(calls)
+                for part, found in zip(by_node.values(), parts, strict=True):
+                    for index, reply in zip(part, found, strict=True):
+                        replies[index] = reply
+                return replies
 
     async def one(self, command: Command, *, deadline: Deadline) -> Any:
         """Run one command whose key need not share a slot with others."""
-        with self._asking():
-            async with deadline.scope(f"asking Redis for {self._what}"):
+        with self._translated():
+            async with deadline.scope(f"calling Redis for {self._what}"):
                 try:
                     reply = await self._execute(command)
                 except ResponseError as error:
@@ -131,72 +147,44 @@ class RedisNodes:
         async with self._calls:
             return await cast(Awaitable[Any], self.client.execute_command(*command))
 
-    async def scan(self, pattern: str, *, count: int, deadline_s: float) -> AsyncIterator[list[bytes]]:
-        """Yield batches of names that match a pattern, over all nodes; a name may come twice."""
-        with self._asking():
-            nodes = await self._primaries()
-        for node in nodes:
-            cursor: int | bytes = 0
-            while True:
-                command = ("SCAN", cursor, "MATCH", pattern, "COUNT", count)
-                with self._asking():
-                    async with Deadline.after(deadline_s).scope("scanning the names in Redis"):
-                        ((cursor, names),) = await self._exchange(node, [command], strict=True)
-                if names:
-                    yield names
-                if int(cursor) == 0:
-                    break
-
-    async def scan_step(
+    async def scan(
         self, pattern: str, cursor: str, count: int, *, deadline: Deadline
     ) -> tuple[list[bytes], str | None]:
         """Names that match a pattern among the next `count` of one node, and the cursor to continue with: node by node,
-        `None` after the last.
+        `None` after the last. A name may come twice.
 
         Raises:
             InvalidRequest: Not a cursor, or the number of nodes has changed since.
         """
-        with self._asking():
+        with self._translated():
             async with deadline.scope("scanning the names in Redis"):
                 nodes = sorted(await self._primaries(), key=lambda node: "" if node is None else str(node.name))
-                index, place = numbers_of_cursor(cursor, len(nodes))
+                index, place = _numbers_of_cursor(cursor, len(nodes))
                 command = ("SCAN", place, "MATCH", pattern, "COUNT", count)
                 ((after, names),) = await self._exchange(nodes[index], [command], strict=True)
         index += 0 if int(after) else 1
         return names, f"{len(nodes)}.{index}.{int(after)}" if index < len(nodes) else None
 
-    async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
-        """About `count` names of any kind. Each call continues where the last one ended, and starts over at the end."""
-        number, cursor = self._position
-        with self._asking():
-            async with deadline.scope("scanning the names in Redis"):
-                nodes = await self._primaries()
-                node = nodes[number % len(nodes)]
-                ((after, names),) = await self._exchange(node, [("SCAN", cursor, "COUNT", count)], strict=True)
-        self._position = (number, int(after)) if int(after) else (number + 1, 0)
-        return cast("list[bytes]", names)
-
     @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Ask only if the gate lets us; say what an error means.
-
-        Foreign errors of any kind are those of the client: it expects of some answers that they have their usual form.
+    def _translated(self) -> Iterator[None]:
+        """Call the gate, and translate errors. Any foreign error is the client's: it expects some replies to have their
+        usual form.
         """
         if self._gate is not None:
             self._gate()
         try:
             yield
         except OutOfMemoryError as error:
-            told = f"{self._what} in Redis has no room: raise maxmemory, or choose a volatile-* policy"
-            raise NoRoom(told, error=str(error)[:200]) from error
+            message = f"{self._what} in Redis has no room: raise maxmemory, or choose a volatile-* policy"
+            raise NoRoom(message, error=str(error)[:200]) from error
         except (RedisError, RedisClusterException, OSError, *_NOT_UNDERSTOOD) as error:
             step = "check that the hot Redis runs and is not full"
             if isinstance(error, NoPermissionError):
                 step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
             elif isinstance(error, _NOT_UNDERSTOOD):
-                step = "what answers there does not answer like Redis, check the address"
-            told = f"{self._what} in Redis cannot be used: {step}"
-            raise Unavailable(told, error=f"{type(error).__name__}: {error}"[:200]) from error
+                step = "check the address: the server does not reply like Redis"
+            message = f"{self._what} in Redis cannot be used: {step}"
+            raise Unavailable(message, error=f"{type(error).__name__}: {error}"[:200]) from error
 
     async def _primaries(self) -> list[Any]:
         """The nodes that hold keys; `None` stands for a standalone server."""
@@ -208,34 +196,32 @@ class RedisNodes:
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """Each node's `INFO <section>`."""
-        with self._asking():
-            async with deadline.scope("asking Redis about itself"):
+        with self._translated():
+            async with deadline.scope("reading INFO of Redis"):
                 nodes = await self._primaries()
                 texts = [(await self._exchange(node, [("INFO", section)], strict=True))[0] for node in nodes]
         lines = [text.decode(errors="replace").splitlines() for text in texts]
         return [dict(line.split(":", 1) for line in listed if ":" in line) for listed in lines]
 
-    async def _on_node(self, node: Any, commands: Mapping[int, Sequence[Command]]) -> dict[int, list[Any]]:
-        flat = [command for listed in commands.values() for command in listed]
+    async def _on_node(self, node: Any, commands: Sequence[Command]) -> list[Any]:
         try:
-            replies = await self._exchange(node, flat, strict=False)
+            replies = await self._exchange(node, commands, strict=False)
         except ConnectionError as error:
             if node is None:
                 raise
-            replies = [error] * len(flat)
-        missing = sorted({str(c[1]) for c, r in zip(flat, replies, strict=True) if isinstance(r, NoScriptError)})
+            replies = [error] * len(commands)
+        missing = sorted({str(c[1]) for c, r in zip(commands, replies, strict=True) if isinstance(r, NoScriptError)})
         if missing:
             await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
         for index, reply in enumerate(replies):
             passing = (NoScriptError, *(() if node is None else _RESOLVED_BY_CLIENT))
-            is_repaired = isinstance(reply, ResponseError) and await self._repair(flat[index], reply)
+            is_repaired = isinstance(reply, ResponseError) and await self._repair(commands[index], reply)
             if is_repaired or isinstance(reply, passing):
-                replies[index] = await self._retry(flat[index])
+                replies[index] = await self._retry(commands[index])
             elif isinstance(reply, RedisError):
                 raise reply
-            check_reply(flat[index], replies[index])
-        rest = iter(replies)
-        return {slot: [next(rest) for _ in listed] for slot, listed in commands.items()}
+            check_reply(commands[index], replies[index])
+        return replies
 
     async def _retry(self, command: Command) -> Any:
         """Send one command through the client, which finds the slot's new node; a script is sent as text."""
@@ -244,7 +230,7 @@ class RedisNodes:
         return await self._execute(command)
 
     async def _repair(self, command: Command, error: ResponseError) -> bool:
-        """Remove what is damaged among the keys of a command that was refused. False: that was not the cause."""
+        """Remove the damaged keys of a command that was refused. False: none of them is damaged."""
         text = str(error)
         repairs: list[Command] = []
         if DAMAGED in text:
@@ -257,7 +243,7 @@ class RedisNodes:
         for repair in repairs:
             await self._execute(repair)
             self.num_repaired += 1
-            _log.warning("%s in Redis was damaged, a part was removed key=%s error=%s", self._what, repair[1], text)
+            _log.warning("%s in Redis is damaged; removed a key key=%s error=%s", self._what, repair[1], text)
         return bool(repairs)
 
     async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
@@ -279,8 +265,8 @@ class RedisNodes:
         connection = await pool.get_connection() if pool is not None else node.acquire_connection()
         replies: list[Any] = []
         try:
-            # `math.inf` disables the parser's own timer for each reply, which costs more than reading the reply
-            # packed by hiredis: redis-py's own packing of a lookup's thousands of names takes longer than Redis does
+            # packed by hiredis: redis-py takes longer to pack a lookup's thousands of names than Redis to answer it;
+            # `math.inf` disables redis-py's timer for each reply, which costs more than reading the reply
             await connection.send_packed_command([_packed(tuple(command)) for command in commands])
             while len(replies) < len(commands):
                 try:
@@ -288,7 +274,7 @@ class RedisNodes:
                 except ResponseError as error:
                     replies.append(error)
         except BaseException:
-            await connection.disconnect(nowait=True)  # the next user of the connection must not read our replies
+            await connection.disconnect(nowait=True)  # its next user must not read our replies
             raise
         finally:
             if pool is not None:
@@ -298,17 +284,9 @@ class RedisNodes:
         return replies
 
 
-NUM_SLOTS = 16384
-
-
-def slot_of(tag: bytes) -> int:
-    """The slot of every key with this hash tag."""
+def _slot_of(tag: bytes) -> int:
+    """The slot of every key with this hash tag, in a cluster."""
     return binascii.crc_hqx(tag, 0) % NUM_SLOTS
-
-
-def tag_of(slot: int) -> bytes:
-    """A short hash tag whose keys are in `slot`."""
-    return _tags()[slot]
 
 
 @cache
@@ -317,15 +295,12 @@ def _tags() -> tuple[bytes, ...]:
     tags: dict[int, bytes] = {}
     for number in count():
         tag = b"%d" % number
-        if tags.setdefault(slot_of(tag), tag) is tag and len(tags) == NUM_SLOTS:
+        if tags.setdefault(_slot_of(tag), tag) is tag and len(tags) == NUM_SLOTS:
             return tuple(tags[slot] for slot in range(NUM_SLOTS))
     raise AssertionError("not reached")
 
 
-_NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
-
-
-def numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
+def _numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
     """The index of a node, and the position of the SCAN on it.
 
     Raises:

@@ -180,10 +180,10 @@ return records
 START = Script(
     _COMMON
     + """
--- 9: do nothing if used after this time; 10: 1 to ignore a pin
+-- 9: do nothing if used after this time
 if not entry or in_level() == 0 then return false end
 if leaving then return entry end
-if ARGV[10] ~= '1' and u32(52) > tonumber(ARGV[7]) then return false end
+if u32(52) > tonumber(ARGV[7]) then return false end
 if u32(44) > tonumber(ARGV[9]) then return false end
 redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) + 2 ^ level))
 return redis.call('GET', KEYS[1])

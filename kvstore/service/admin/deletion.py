@@ -32,7 +32,6 @@ _CALL_S = 30.0
 _WHOLE_S = 10.0
 """A call that deletes much answers after about so long, and says that there is more."""
 _BOUNDARIES_AT_ONCE = 64
-_WHENEVER_USED = 0xFFFFFFFF
 
 
 class Deleted(BaseModel):
@@ -149,8 +148,8 @@ async def delete_entries(
         there = [entry for entry in entries if entry.num_records(level) or level in entry.leaving]
         if not there:
             continue
-        leaving = [Leaving(entry.namespace, entry.prefix, _WHENEVER_USED) for entry in there]
-        found = await catalog.start_leaving_all(leaving, level, deadline=context.soon())
+        leaving = [Leaving(entry.namespace, entry.prefix) for entry in there]
+        found = await catalog.start_leaving(leaving, level, deadline=context.soon())
         hidden = [entry for entry in found if entry is not None]
         try:
             await _delete_hidden(context, hidden, level)
@@ -158,7 +157,7 @@ async def delete_entries(
             await asyncio.shield(_show_again(context, catalog, hidden, level))
             raise
         gone = [(entry, LeaveReason.REMOVED) for entry in hidden]
-        await catalog.finish_leaving_all(gone, level, deadline=context.soon())
+        await catalog.finish_leaving(gone, level, deadline=context.soon())
 
 
 async def _delete_hidden(context: AdminContext, hidden: Sequence[BoundaryEntry], level: Level) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack
-from kvstore.catalog.base import Catalog, LeaveReason, Removal
+from kvstore.catalog.base import Catalog, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
@@ -174,7 +174,8 @@ async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> N
     await made.store.operations.delete([key], Level.COLD, deadline=soon())
     await catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
     cut = await made.save(Prompt(ATTENTION, "cut", 64, tenant="red", model="cut"))
-    await catalog.start_leaving(cut.namespace, cut.boundary(64).prefix, Level.COLD, deadline=soon())
+    leaving = Leaving(cut.namespace, cut.boundary(64).prefix)
+    await catalog.start_leaving([leaving], Level.COLD, deadline=soon())
     lost = await made.save(Prompt(ATTENTION, "lost", 64, tenant="red", model="lost"))
     await catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()

@@ -129,10 +129,10 @@ async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World
     class Reader(SqliteCatalog):
         """The same file, where somebody reads the end of the prompt as soon as the entries were listed."""
 
-        async def start_leaving_all(self, *arguments: object, **options: object) -> list[BoundaryEntry | None]:
+        async def start_leaving(self, *arguments: object, **options: object) -> list[BoundaryEntry | None]:
             world.clock.now_s += 10
             await self.use(NAMESPACE, [Use(path[2], 1)], deadline=world.deadline)
-            return await super().start_leaving_all(*arguments, **options)  # type: ignore[arg-type]
+            return await super().start_leaving(*arguments, **options)  # type: ignore[arg-type]
 
     own, world.catalog = world.catalog, Reader(world.path, clock=world.clock)
     await world.catalog.register(NAMESPACE, LAYOUT, "", deadline=world.deadline)
