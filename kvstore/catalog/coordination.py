@@ -1,4 +1,4 @@
-"""Leases on work that only one service should do at a time."""
+"""Coordination of services that share a store: leases on work, and small stores of texts that all of them read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from pathlib import Path
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["JOBS", "ORDERS", "Book", "BookKind", "FileBook", "Ownership", "SoleOwnership"]
+__all__ = ["JOBS", "OPERATOR_RULES", "FileTextStore", "Ownership", "SoleOwnership", "TextStore", "TextStoreKind"]
+
+_BYTES_MAX = 4096
+"""Of a name, and of a text."""
 
 
 class Ownership(ABC):
     """Named leases, each held by one owner at a time.
 
-    They avoid duplicate work and do not protect data: an owner that was paused past its lease may run beside the next
-    one, which must do no harm.
+    They avoid duplicate work and do not protect data. An owner that was paused past its lease may run beside the next
+    one, so the work must be harmless when it is done twice.
     """
 
     @abstractmethod
@@ -34,8 +37,8 @@ class Ownership(ABC):
 
     @abstractmethod
     async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
-        """Take or renew the lease as `hold` does, storing `word` with it if this owner holds it; return the holder's
-        word, which is empty where that owner stored none. A word expires with its lease.
+        """Take or renew the lease like `hold`. The holder stores `word` with it; every caller gets the holder's word,
+        or an empty one if the holder stored none. A word expires with its lease.
 
         Raises:
             Unavailable: The medium could not be reached.
@@ -47,7 +50,7 @@ class Ownership(ABC):
 
 
 class SoleOwnership(Ownership):
-    """For a process that shares nothing, like the service of a directory: it holds every lease."""
+    """Holds every lease: for a process that shares nothing, like the service of a directory."""
 
     async def hold(self, name: str, *, deadline: Deadline) -> bool:
         return True
@@ -59,18 +62,14 @@ class SoleOwnership(Ownership):
         pass
 
 
-_BYTES_MAX = 4096
-"""Of a name, and of a text."""
-
-
 @dataclass(frozen=True, slots=True)
-class BookKind:
-    """What a book is for.
+class TextStoreKind:
+    """The contents of a text store.
 
     Attributes:
-        name: In Redis it is the hash `c1/<name>`, in a directory the file `<name>.json`.
-        texts_max: They are few, since every service reads all of them, again and again.
-        when_full: What to do about too many.
+        name: In Redis its hash is `c1/<name>`, in a directory its file is `<name>.json`.
+        texts_max: Texts that it takes. They are few, since every service reads all of them repeatedly.
+        when_full: What the operator does when it is full.
     """
 
     name: str
@@ -78,34 +77,34 @@ class BookKind:
     when_full: str
 
 
-ORDERS = BookKind("orders", 4096, "withdrawn ones count too")
-"""Quotas and retired weights. None is ever removed: an order that is withdrawn is a text that says so, which a service
-that remembers an older one can tell from one that was lost."""
+OPERATOR_RULES = TextStoreKind("orders", 4096, "withdrawn ones count too")
+"""Quotas and retired weights. None is ever removed. A rule that is withdrawn is a text that says so: a service that
+remembers the older rule can tell that from a lost text."""
 
-JOBS = BookKind("jobs", 256, "dismiss those that were interrupted")
+JOBS = TextStoreKind("jobs", 256, "dismiss those that were interrupted")
 """Long operations that run, or that a restart interrupted. Those that end are removed."""
 
 
-class Book(ABC):
-    """Texts by name. Every method raises `Unavailable` at its deadline or when the book cannot be reached.
+class TextStore(ABC):
+    """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached.
 
     Attributes:
-        kind: What it is for.
-        is_shared: Other services write to it too, so that it has to be read again.
+        kind: The contents.
+        is_shared: Other services write to it too, so its texts must be read again.
     """
 
     is_shared: bool
 
-    def __init__(self, kind: BookKind) -> None:
+    def __init__(self, kind: TextStoreKind) -> None:
         self.kind = kind
 
     @abstractmethod
     async def read(self, *, deadline: Deadline) -> Mapping[str, str]:
-        """All of them."""
+        """All texts."""
 
     @abstractmethod
     async def write(self, name: str, text: str, *, deadline: Deadline) -> None:
-        """Write a text, instead of the last one of that name. If cancelled, it is written or not, never in part.
+        """Write a text, replacing the previous one of that name. If cancelled, it is written or not, never in part.
 
         Raises:
             InvalidRequest: It is too long, or there are too many.
@@ -113,32 +112,33 @@ class Book(ABC):
 
     @abstractmethod
     async def remove(self, names: Collection[str], *, deadline: Deadline) -> None:
-        """Remove texts; names that are not there are ignored."""
+        """Remove texts; names without one are ignored."""
 
     def check(self, name: str, text: str, num_others: int) -> None:
-        """Raise `InvalidRequest` if a text would make the book too large."""
+        """Raise `InvalidRequest` if the store would become too large with this text."""
         longest = max(len(name.encode()), len(text.encode()))
         if longest > _BYTES_MAX:
             raise InvalidRequest(f"one of the {self.kind.name} has at most {_BYTES_MAX} bytes", seen=longest)
         if num_others >= self.kind.texts_max:
-            told = f"{self.kind.texts_max} {self.kind.name} are remembered already: {self.kind.when_full}"
-            raise InvalidRequest(told, seen=num_others)
+            message = f"the store has {self.kind.texts_max} {self.kind.name} already: {self.kind.when_full}"
+            raise InvalidRequest(message, seen=num_others)
 
 
-class FileBook(Book):
-    """A JSON file beside the records of a directory, which only one service writes. It outlives the catalog's file.
+class FileTextStore(TextStore):
+    """A JSON file beside the records of a directory, which only one service writes. The file survives a loss of the
+    catalog.
 
     Args:
         folder: The directory; it exists.
-        kind: What it is for.
+        kind: The contents.
     """
 
     is_shared = False
 
-    def __init__(self, folder: Path, kind: BookKind) -> None:
+    def __init__(self, folder: Path, kind: TextStoreKind) -> None:
         super().__init__(kind)
         self._path = folder / f"{kind.name}.json"
-        self._turn = threading.Lock()  # a write continues after its caller's deadline, and the next one may begin
+        self._lock = threading.Lock()  # a write continues after its caller's deadline, and the next one may begin
 
     async def read(self, *, deadline: Deadline) -> Mapping[str, str]:
         async with deadline.scope(f"reading the {self.kind.name}"):
@@ -158,12 +158,12 @@ class FileBook(Book):
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            told = f"the {self.kind.name} cannot be read: repair or delete the file"
-            raise Unavailable(told, path=self._path) from error
+            message = f"the {self.kind.name} cannot be read: repair or delete the file"
+            raise Unavailable(message, path=self._path) from error
         return {str(name): str(text) for name, text in values.items()} if isinstance(values, dict) else {}
 
     def _change(self, written: Mapping[str, str], removed: Collection[str]) -> None:
-        with self._turn:
+        with self._lock:
             before = self._read()
             for name, text in written.items():
                 self.check(name, text, len(before.keys() - {name}))
@@ -175,11 +175,11 @@ class FileBook(Book):
         fresh = self._path.with_name(f"{self._path.name}.new")
         try:
             fresh.unlink(missing_ok=True)
-            fresh.touch(mode=0o600, exist_ok=False)  # for its owner alone, whatever the folder's mode
+            fresh.touch(mode=0o600, exist_ok=False)  # only the owner may read it, even in a folder that others may read
             fresh.write_text(json.dumps(texts))
             fresh.replace(self._path)
         except OSError as error:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
-            told = f"the {self.kind.name} cannot be written: check the disk"
-            raise Unavailable(told, path=self._path, error=error) from error
+            message = f"the {self.kind.name} cannot be written: check the disk"
+            raise Unavailable(message, path=self._path, error=error) from error

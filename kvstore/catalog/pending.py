@@ -1,27 +1,22 @@
-"""Pending write-backs: which records still have to reach the cold tier, and which service is writing them."""
+"""Pending writes: which records are not yet in the cold tier, and which service writes them."""
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import CorruptRecord
-from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["PendingEntry", "PendingLog", "PendingTotals", "pack_key", "unpack_key"]
-
-_KEY = struct.Struct(f"<{NAMESPACE_BYTES}s{PREFIX_BYTES}sHH")
+__all__ = ["PendingEntry", "PendingLog", "PendingTotals"]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingEntry:
-    """A record on its way to the cold tier.
+    """A record that is not yet in the cold tier.
 
     Attributes:
-        key: The record's key.
         num_bytes: Its bytes, header included.
         stop_tokens: Where its span ends; shorter prefixes are written first.
     """
@@ -33,7 +28,7 @@ class PendingEntry:
 
 @dataclass(frozen=True, slots=True)
 class PendingTotals:
-    """All pending entries, whoever owns them."""
+    """Sums over the entries of all owners."""
 
     num_records: int
     num_bytes: int
@@ -42,14 +37,14 @@ class PendingTotals:
 class PendingLog(ABC):
     """Entries that outlive the service that added them.
 
-    Whoever adds an entry owns it for a lease. Several may own the same entry: it stays until each has finished it. An
-    entry whose leases have all expired may be claimed by anybody, who is then its only owner. A log object acts for one
-    owner, whose id it generates.
+    A service that adds an entry owns it for a lease. Several services may own the same entry: it stays until each has
+    finished it. An entry whose leases have all expired may be claimed by any service, which is then its only owner. A
+    log object acts for one owner, whose id it generates.
 
-    An entry is added *before* its record is written, and removed when the cold tier has the record: a crash can leave
-    an entry too many, never one too few. So a record may be written twice, which is harmless: the second write of a
-    name changes nothing. Shared ownership means that an owner may die between renewing its lease and writing the
-    record, whatever the other owners do meanwhile.
+    An entry is added *before* its record is written, and removed when the cold tier has the record. A crash may leave an
+    entry that is not needed, but no record without its entry. A record may be written twice, which is harmless: the
+    second write of a name changes nothing. If an owner dies between renewing its lease and writing the record, the
+    other owners still hold the entry.
 
     Every method raises `Unavailable` at its deadline or when the medium refuses, and may then have taken effect or
     not; repeating it is harmless.
@@ -73,7 +68,7 @@ class PendingLog(ABC):
 
     @abstractmethod
     async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
-        """Renew the leases. Per key: how many own it; 0: this owner no longer does, another one finishes it."""
+        """Renew the leases. Per key: the number of its owners; 0: this owner no longer owns it, another finishes it."""
 
     @abstractmethod
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
@@ -81,8 +76,8 @@ class PendingLog(ABC):
 
     @abstractmethod
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Give up this owner's share of entries, but keep them: anybody may claim those without a lease. They stay even
-        if this owner adds and finishes them again.
+        """Give up this owner's share of entries, but keep them: any service may claim those without a lease. They stay
+        even if this owner adds and finishes them again.
         """
 
     @abstractmethod
@@ -96,20 +91,3 @@ class PendingLog(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Close what the log opened; leases expire by themselves. Idempotent."""
-
-
-def pack_key(key: RecordKey) -> bytes:
-    """A key in 52 bytes."""
-    return _KEY.pack(key.namespace, key.prefix, key.group, key.slice)
-
-
-def unpack_key(packed: bytes) -> RecordKey:
-    """The inverse of `pack_key`.
-
-    Raises:
-        CorruptRecord: Not 52 bytes.
-    """
-    if len(packed) != _KEY.size:
-        raise CorruptRecord("a packed key has the wrong size", expected=_KEY.size, seen=len(packed))
-    namespace, prefix, group, slice_ = _KEY.unpack(packed)
-    return RecordKey(NamespaceId(namespace), PrefixHash(prefix), group, slice_)

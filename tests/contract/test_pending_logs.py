@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.redis.pending import NUM_SHARDS, RedisPendingLog
 from kvstore.catalog.sqlite.pending import SqlitePendingLog
 from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.format.names import pack_key, unpack_key
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key

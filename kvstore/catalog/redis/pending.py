@@ -1,18 +1,21 @@
-"""Pending write-backs in Redis, shared by all services of a hot tier.
+"""Pending writes in Redis, shared by all services of a hot tier.
 
 Entries are spread over shards by their prefix hash. A shard is three keys with one hash tag, so that one script can
 change them together on a Cluster too:
 
-    kvstore:pending:<scope>:{p<shard>}:due     sorted set: packed key -> end of its lease, ms of the server's clock
-    kvstore:pending:<scope>:{p<shard>}:entry   hash: packed key -> an owner (16), bytes of the record u64, stop tokens
-                                               u32, all further owners (16 each)
-    kvstore:pending:<scope>:{p<shard>}:bytes   bytes of all records of the shard
+| key | contents |
+|---|---|
+| `kvstore:pending:<scope>:{p<shard>}:due` | sorted set: packed key to the end of its lease, ms of the server's clock |
+| `kvstore:pending:<scope>:{p<shard>}:entry` | hash: packed key to an owner, bytes of the record, further owners |
+| `kvstore:pending:<scope>:{p<shard>}:bytes` | bytes of all records of the shard |
+
+An owner has 16 bytes. After the first one come the bytes of the record (u64) and its stop tokens (u32).
 
 Leases are measured on the server's clock, so the services' clocks need not agree. None of the keys has a TTL, so that
 no `volatile-*` policy evicts one.
 
-What is damaged is repaired by the script that finds it, since every later write to its shard would fail on it too. A
-key of another type is removed, and an entry that cannot be read. A lost due time is set anew. Bytes are counted again.
+A script that finds damage repairs it, since every later write to the shard would fail on it too. It removes a key of
+another type and an entry that cannot be read, sets a lost due time again, and counts the bytes again.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from copy import copy
 from typing import Any, TypeVar, cast
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.redis.nodes import NoRoom, RedisNodes
 from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.format.names import pack_key, unpack_key
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 
@@ -45,7 +49,7 @@ _CALLS_MAX = 8
 """Calls of one owner that run at a time, and so the connections that it takes."""
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000) "
-# Scripts that free memory, or take no more of it, also run on a full server: otherwise it could never drain.
+# Scripts that free memory, or take no more of it, also run on a full server, which could otherwise never drain.
 _ALWAYS = "#!lua flags=allow-oom\n"
 
 _WHOLE = """
@@ -84,9 +88,9 @@ local function grow(bytes)
 end
 """
 
-# `nobody` among the owners marks an entry that one of them has released.
+# `released`, as an owner, marks an entry that one of its owners has released.
 _OWNERS = """
-local nobody = string.rep('\\0', 16)
+local released = string.rep('\\0', 16)
 local function with_owners(facts, owners)
   return string.sub(owners, 1, 16) .. string.sub(facts, 17, 28) .. string.sub(owners, 17)
 end
@@ -158,7 +162,7 @@ for i = 2, #ARGV do
   if #others < #owners then
     if #others > 0 then
       redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others))
-      if others == nobody then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
+      if others == released then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
     else
       removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
       redis.call('HDEL', KEYS[2], ARGV[i])
@@ -182,8 +186,8 @@ for i = 2, #ARGV do
   local owners = facts and owners_of(facts) or ''
   local others = without(owners, ARGV[1])
   if #others < #owners then
-    others = without(others, nobody)
-    redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others .. nobody))
+    others = without(others, released)
+    redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others .. released))
     if #others == 0 then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
   end
 end
@@ -232,10 +236,10 @@ class RedisPendingLog(PendingLog):
     """Entries in Redis.
 
     Args:
-        client: A `redis.asyncio.Redis` or `RedisCluster` that answers in `bytes`; the caller closes it.
+        client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
         scope: Identifies the cold tier: services with the same scope can finish each other's entries.
         lease_s: Seconds that a lease lasts. The longer, the longer a dead service's records are in Redis alone.
-        gate: Asked before each call; `None`: calls are always allowed.
+        gate: Called before each call; `None`: calls are always allowed.
     """
 
     def __init__(self, client: Any, scope: str, *, lease_s: float, gate: Gate | None = None) -> None:
@@ -291,7 +295,7 @@ class RedisPendingLog(PendingLog):
         )
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
-        """Visits one shard after the other, starting where the last call ended, so that none is always served last."""
+        """Visits one shard after the other, starting where the last call ended, so that no shard is always last."""
         claimed: list[PendingEntry] = []
         for _ in range(NUM_SHARDS):
             shard = self._next_shard
@@ -324,7 +328,7 @@ class RedisPendingLog(PendingLog):
 
 
 async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """All answers; raises the first error once every call has ended."""
+    """All results; raises the first error once every call has ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -333,14 +337,14 @@ async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
 
 
 def _listed(reply: object, kind: type[T], num_items: int | None = None) -> list[T]:
-    """A script's list of integers or texts.
+    """A script's reply as a list of integers or texts.
 
     Raises:
-        Unavailable: Redis answered something else.
+        Unavailable: It is something else.
     """
     is_whole = isinstance(reply, list) and all(isinstance(item, kind) for item in reply)
     if not is_whole or (num_items is not None and len(cast("list[T]", reply)) != num_items):
-        raise Unavailable("Redis did not answer as it should: check its address", seen=repr(reply)[:80])
+        raise Unavailable("check the address of Redis: malformed reply of a script", seen=repr(reply)[:80])
     return cast("list[T]", reply)
 
 

@@ -1,4 +1,4 @@
-"""What Redis may answer to each command that we send, and which keys of which kind a command needs. Pure."""
+"""The form of the reply to each command that we send, and the types of the keys that it needs. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ Command = Sequence[Argument]
 _INTEGER_MAX = 1 << 63
 _TEXTS = frozenset({bytes, type(None)})
 
-Form = Callable[[Any], bool]
-
 
 def _is_number(reply: Any) -> bool:
     return isinstance(reply, int) and not isinstance(reply, bool) and -_INTEGER_MAX <= reply < _INTEGER_MAX
@@ -29,10 +27,6 @@ def _is_text(reply: Any) -> bool:
 
 def _is_text_or_none(reply: Any) -> bool:
     return reply is None or isinstance(reply, bytes)
-
-
-def _is_done(reply: Any) -> bool:
-    return reply is True or reply == b"OK"
 
 
 def _is_texts(reply: Any) -> bool:
@@ -55,21 +49,17 @@ def _is_scan(reply: Any) -> bool:
     )
 
 
-def _is_answer_of_a_script(reply: Any) -> bool:
-    """Its caller knows more."""
-    return reply is None or _is_text(reply) or _is_number(reply) or isinstance(reply, list)
-
-
-_FORMS: Mapping[str, Form] = {
+_FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("EXISTS", "DEL", "UNLINK", "HSET", "HLEN", "HDEL"), _is_number),
-    "HEXISTS": lambda reply: isinstance(reply, bool) or _is_number(reply),  # the client converts it
+    "HEXISTS": lambda reply: isinstance(reply, bool) or _is_number(reply),  # redis-py converts it
     **dict.fromkeys(("INFO", "SCRIPT", "TYPE"), _is_text),
-    "EVAL": _is_answer_of_a_script,
+    # the caller checks the rest
+    "EVAL": lambda reply: _is_text_or_none(reply) or _is_number(reply) or isinstance(reply, list),
     "GET": _is_text_or_none,
     "HGETALL": _is_pairs,
     "LRANGE": _is_texts,
     "SCAN": _is_scan,
-    "SET": _is_done,
+    "SET": lambda reply: reply is True or reply == b"OK",
 }
 
 _TYPES: Mapping[str, bytes] = {
@@ -82,7 +72,7 @@ _TYPES_OF_A_SCRIPT = (b"string", b"hash", b"list")
 
 
 def check_reply(command: Command, reply: Any) -> None:
-    """Refuse an answer that a Redis cannot give to a command.
+    """Refuse a reply that no Redis gives to a command.
 
     Raises:
         Unavailable: It is one.
@@ -99,7 +89,7 @@ def check_reply(command: Command, reply: Any) -> None:
             is_right = False
     if not is_right:
         raise Unavailable(
-            "what answers at the address of Redis does not answer like one: check the address, and what stands between",
+            "the server at the address of Redis does not reply like one: check the address, and any proxy before it",
             command=verb,
             seen=repr(reply)[:80],
         )

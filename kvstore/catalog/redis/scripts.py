@@ -1,12 +1,18 @@
 """The Lua scripts that change an entry together with the totals of its slot. Layouts: `entry.py` and below.
 
-Each takes the keys entry, totals, tombstones, which share a slot, and these arguments before its own: 1 namespace,
-2 size of an entry in bytes, 3 level, 4 first byte of the level's row of bits, 5 its last byte, 6 first byte of all
-rows of bits, 7 now in seconds, 8 tombstones to keep.
+Each takes three keys, which share a slot: entry, totals, tombstones. Its first arguments are:
 
-Totals of a slot: a hash, field the namespace, value seven numbers of 6 bytes: entries, then boundaries, records and
-bytes of each level. A tombstone: namespace, prefix, level u8, reason u8, group u16, slice u16 (65535: all), bytes u48,
-time u32.
+| 1 | namespace |
+| 2 | size of an entry in bytes |
+| 3 | level |
+| 4, 5 | first and last byte of the level's row of bits |
+| 6 | first byte of all rows of bits |
+| 7 | now in seconds |
+| 8 | tombstones to keep |
+
+Totals of a slot are a hash by namespace. A value is seven numbers of 6 bytes: entries, then boundaries, records and
+bytes of each level. A tombstone is: namespace, prefix, level u8, reason u8, group u16, slice u16 (65535: all), bytes
+u48, time u32. The end of this file has the arguments and values as bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +78,7 @@ class Script:
 
 
 DAMAGED = "CATALOG damaged"
-"""In the error with which every script refuses a damaged key, before it has changed anything."""
+"""The start of the error with which every script refuses a damaged key, before it changes anything."""
 
 _COMMON = f"""
 local entry = redis.call('GET', KEYS[1])
@@ -279,7 +285,7 @@ change(drop_if_empty(), (after > 0 and 1 or 0) - (before > 0 and 1 or 0), record
 return lost
 """
 )
-"""Correct a boundary's hot bits and bytes to what this server holds; returns how many records were lost."""
+"""Correct a boundary's hot bits and bytes to the records of this server; returns how many records were lost."""
 
 ALL = (ADD, REMOVE, START, FINISH, STOP, USE, PIN, OBSERVE)
 
@@ -297,7 +303,7 @@ def hash_items(reply: Any) -> Iterator[tuple[bytes, bytes]]:
 
 
 def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
-    """The totals of one slot, from its HGETALL reply. Damaged ones are left out: the next change of the namespace
+    """The totals of one slot, from its HGETALL reply. Damaged ones are skipped: the next change of their namespace
     removes them.
     """
     parsed = {}

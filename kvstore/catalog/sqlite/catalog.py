@@ -54,7 +54,7 @@ class SqliteCatalog(LocalCatalog):
 
     def __init__(self, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> None:
         super().__init__(clock)
-        self._file = SqliteFile(path, _SCHEMA, _VERSION, self._restore_namespaces, is_guest=is_guest)
+        self._file = SqliteFile(path, _SCHEMA, _VERSION, on_recreated=self._restore_namespaces, is_guest=is_guest)
 
     @classmethod
     async def open(cls, path: Path, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False) -> SqliteCatalog:

@@ -1,4 +1,4 @@
-"""A SQLite file that one thread uses, that is recreated when it is damaged, and opened later when its disk is full."""
+"""A SQLite file used by one thread. A damaged file is replaced; while the disk is full, opening it is retried."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _BUSY_S = 5.0
 """How long the thread waits for transactions of other processes that have the file open."""
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-"""Primary codes of what SQLite says on a full disk: even to read it has to make a file for shared memory."""
+"""Primary error codes on a full disk: SQLite creates a file for shared memory even to read."""
 
 
 def make_private(path: Path) -> None:
-    """Make a database's file if it is not there. Others than its owner may neither read nor write it, whatever its
-    folder allows, nor the files that SQLite keeps beside it. If an existing file's mode cannot be changed, only warn.
+    """Create a database's file if it does not exist. Only its owner may read and write it, and the files that SQLite
+    keeps beside it. If the mode of an existing file cannot be changed, log a warning.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The file cannot be created.
     """
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    for suffix in ("", "-wal", "-shm"):  # by name: to close a descriptor would drop the locks of SQLite
+    for suffix in ("", "-wal", "-shm"):  # by name: closing a descriptor would drop SQLite's locks
         beside = path.with_name(path.name + suffix)
         try:
             if beside.stat().st_mode & 0o077:
@@ -46,25 +46,25 @@ def make_private(path: Path) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            _log.warning("others may read a file: chmod 600 it path=%s error=%s", beside, error.strerror)
+            _log.warning("other users may read a file: run chmod 600 on it path=%s error=%s", beside, error.strerror)
 
 
 class SqliteFile:
-    """A database in WAL mode whose content can be rebuilt: a file that is damaged, or of another version, is renamed
+    """A database in WAL mode whose content can be rebuilt. A file that is damaged, or of another version, is renamed
     and replaced by an empty one.
 
     Args:
         path: The file; created when it does not exist, with its folder.
         schema: Statements that create the tables.
-        version: Of the schema, kept in the file.
+        version: Of the schema, stored in the file.
         on_recreated: Called in the thread after a damaged file was replaced while it was in use.
-        is_guest: Another process owns the file: it is neither created nor renamed here, and reopened when it was
-            replaced.
-        what: What it is, for messages.
-        advice: What to do when it cannot be used.
+        is_guest: Another process owns the file. Then it is neither created nor renamed here, and it is opened again
+            after its owner replaced it.
+        what: Its content, for messages.
+        advice: The next step when it cannot be used, for messages.
 
     Raises:
-        Unavailable: The file cannot be opened. Not for want of room: then every call tries again to open it.
+        Unavailable: The file cannot be opened. On a full disk the constructor succeeds, and every call tries again.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class SqliteFile:
         path: Path,
         schema: str,
         version: int,
-        on_recreated: Callable[[], None],
         *,
+        on_recreated: Callable[[], None] = lambda: None,
         is_guest: bool = False,
         what: str = "the catalog",
         advice: str = "check the disk, or delete it and run `kvstore reindex`",
@@ -95,12 +95,9 @@ class SqliteFile:
                 self._db = self._connect()
             except (sqlite3.DatabaseError, OSError) as error:
                 if not is_guest and is_no_room(error):
-                    told = (
-                        "%s cannot be opened on a full disk, going on without it until there is room path=%s error=%s"
-                    )
-                    _log.warning(told, what, path, error)
+                    _log.warning("%s is not used until its full disk has room path=%s error=%s", what, path, error)
                     return
-                if is_guest or isinstance(error, sqlite3.OperationalError | OSError):  # no permission: not its fault
+                if is_guest or isinstance(error, sqlite3.OperationalError | OSError):  # like no permission: not damage
                     raise
                 self._rename_damaged(error)
                 self._db = self._connect()
@@ -109,16 +106,16 @@ class SqliteFile:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """The connection, for the thread; opened now if there was no room before."""
+        """The connection, for the thread; opened now if the disk was full before."""
         if self._db is None:
             self._db = self._connect()
-            _log.info("%s is open: its disk has room again path=%s", self._what, self._path)
+            _log.info("%s is open: its disk has room path=%s", self._what, self._path)
         return self._db
 
     def _connect(self) -> sqlite3.Connection:
         if self._is_guest:
             self._inode = self._path.stat().st_ino
-        if not self._is_guest:
+        else:
             make_private(self._path)
         database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
@@ -137,11 +134,10 @@ class SqliteFile:
 
     def _rename_damaged(self, error: sqlite3.Error) -> None:
         """Keep the file as `<name>.damaged`, for investigation; only the last one is kept."""
-        aside = self._path.with_name(f"{self._path.name}.damaged")
-        _log.warning(
-            "%s cannot be read; it was renamed and replaced by an empty one path=%s error=%s", self._what, aside, error
-        )
-        self._path.replace(aside)
+        renamed = self._path.with_name(f"{self._path.name}.damaged")
+        message = "%s cannot be read: renamed the file and created an empty one renamed=%s error=%s"
+        _log.warning(message, self._what, renamed, error)
+        self._path.replace(renamed)
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
@@ -171,7 +167,7 @@ class SqliteFile:
         if self._closed:
             raise Closed(f"{self._what} is closed")
         try:
-            async with deadline.scope(f"asking {self._what}"):
+            async with deadline.scope(f"reading or writing {self._what}"):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, self._guarded, work)
         except (sqlite3.Error, OSError) as error:
             raise Unavailable(
@@ -205,7 +201,7 @@ class SqliteFile:
 
 
 def is_no_room(error: BaseException | None) -> bool:
-    """Whether SQLite failed for want of room on the disk, or could not write to it at all."""
+    """Whether SQLite failed because the disk is full, or cannot be written to at all."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _NO_ROOM

@@ -1,7 +1,7 @@
-"""Pending write-backs in a SQLite file, for a store on one machine.
+"""Pending writes in a SQLite file, for a store on one machine.
 
-A record that was pending when its service died was in that service's memory only: nobody can finish writing it. The
-file tells the next service of the directory, without a scan, which records may have arrived and which were lost.
+When a service dies, the records that were pending are lost with its memory. The file lists them for the next service of
+the directory: without a scan, it finds out which of them arrived and which were lost.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 
-from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.sqlite.file import SqliteFile, is_no_room
 from kvstore.errors import Unavailable
+from kvstore.format.names import pack_key, unpack_key
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -27,7 +28,7 @@ CREATE TABLE IF NOT EXISTS write_backs (
     num_bytes INTEGER NOT NULL, stop_tokens INTEGER NOT NULL, PRIMARY KEY (key, owner)
 ) WITHOUT ROWID
 """
-_NOBODY = bytes(16)
+_RELEASED = bytes(16)
 """The owner of entries that were released."""
 _FREE = """
 SELECT key, max(num_bytes), max(stop_tokens) FROM write_backs
@@ -48,18 +49,17 @@ class SqlitePendingLog(PendingLog):
 
     def __init__(self, path: Path, *, lease_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         script = f"{_SCHEMA}; UPDATE write_backs SET lease_end_ms = 0;"
-        what = "the list of pending writes"
-        self._file = SqliteFile(path, script, 0, lambda: None, what=what, advice="check the disk")
+        self._file = SqliteFile(path, script, 0, what="the list of pending writes", advice="check the disk")
         self._owner = secrets.token_bytes(16)
         self._lease_s = lease_s
         self._clock = clock
 
     @classmethod
     async def open(cls, path: Path, *, lease_s: float, clock: Clock = SYSTEM_CLOCK) -> SqlitePendingLog:
-        """Open or create the file. Its entries were left by a dead owner, so they may be claimed at once.
+        """Open or create the file. The owner of its entries is dead, so they may be claimed at once.
 
-        A file that is not a database is renamed and replaced by an empty one: it is an accelerator, not the truth. On a
-        full disk it is opened once there is room.
+        A file that is not a database is renamed and replaced by an empty one. On a full disk it is opened once there is
+        room.
 
         Raises:
             Unavailable: The file cannot be used.
@@ -78,12 +78,8 @@ class SqlitePendingLog(PendingLog):
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         end_ms = self._lease_end_ms()
         rows = [(pack_key(e.key), self._owner, end_ms, e.num_bytes, e.stop_tokens) for e in entries]
-
-        def work() -> None:
-            self._file.db.executemany("REPLACE INTO write_backs VALUES (?, ?, ?, ?, ?)", rows)
-
         try:
-            await self._file.change(work, deadline)
+            await self._change_all("REPLACE INTO write_backs VALUES (?, ?, ?, ?, ?)", rows, deadline)
         except Unavailable as error:
             if not is_no_room(error.__cause__):
                 raise
@@ -107,30 +103,21 @@ class SqlitePendingLog(PendingLog):
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         statement = "UPDATE OR REPLACE write_backs SET owner = ?, lease_end_ms = 0 WHERE key = ? AND owner = ?"
-        rows = [(_NOBODY, pack_key(key), self._owner) for key in keys]
-
-        def work() -> None:
-            self._file.db.executemany(statement, rows)
-
-        await self._file.change(work, deadline)
+        await self._change_all(statement, [(_RELEASED, pack_key(key), self._owner) for key in keys], deadline)
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        rows = [(pack_key(key), self._owner) for key in keys]
-
-        def work() -> None:
-            self._file.db.executemany("DELETE FROM write_backs WHERE key = ? AND owner = ?", rows)
-
-        await self._file.change(work, deadline)
+        statement = "DELETE FROM write_backs WHERE key = ? AND owner = ?"
+        await self._change_all(statement, [(pack_key(key), self._owner) for key in keys], deadline)
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
         end_ms, now_ms = self._lease_end_ms(), self._clock.wall_ms()
 
         def work() -> list[tuple[bytes, int, int]]:
-            run = self._file.db
-            free = run.execute(_FREE, (now_ms, limit)).fetchall()
-            run.executemany("DELETE FROM write_backs WHERE key = ?", [(key,) for key, _, _ in free])
+            database = self._file.db
+            free = database.execute(_FREE, (now_ms, limit)).fetchall()
+            database.executemany("DELETE FROM write_backs WHERE key = ?", [(key,) for key, _, _ in free])
             rows = [(key, self._owner, end_ms, num_bytes, stop) for key, num_bytes, stop in free]
-            run.executemany("INSERT INTO write_backs VALUES (?, ?, ?, ?, ?)", rows)
+            database.executemany("INSERT INTO write_backs VALUES (?, ?, ?, ?, ?)", rows)
             return free
 
         rows = await self._file.change(work, deadline)
@@ -148,6 +135,10 @@ class SqlitePendingLog(PendingLog):
 
     async def aclose(self) -> None:
         await self._file.aclose()
+
+    async def _change_all(self, statement: str, rows: Sequence[tuple[bytes | int, ...]], deadline: Deadline) -> None:
+        """Run a statement for each row, in one transaction."""
+        await self._file.change(lambda: self._file.db.executemany(statement, rows), deadline)
 
     def _lease_end_ms(self) -> int:
         return self._clock.wall_ms() + round(self._lease_s * 1000)

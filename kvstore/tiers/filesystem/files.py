@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.format.names import ROOT, format_name, manifest_name, parse_name
+from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, parse_name
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.failures import is_full, unavailable
-from kvstore.tiers.filesystem.index_log import Held, IndexLog, pack_key
+from kvstore.tiers.filesystem.index_log import Held, IndexLog
 from kvstore.tiers.filesystem.reading import damage_of, holds, opened, read_opened
 
 __all__ = ["Fsync", "RecordFiles"]

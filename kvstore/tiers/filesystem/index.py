@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvstore.format.names import pack_key, unpack_key
 from kvstore.model.keys import RecordKey
-from kvstore.tiers.filesystem.index_log import Held, pack_key, unpack_key
+from kvstore.tiers.filesystem.index_log import Held
 
 __all__ = ["Index", "cost_bytes"]
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.format.names import format_name
+from kvstore.format.names import format_name, pack_key, unpack_key
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome, TierUsage
 from kvstore.tiers.filesystem import FilesystemTier, index_log
 from kvstore.tiers.filesystem.files import RecordFiles
 from kvstore.tiers.filesystem.index import cost_bytes
-from kvstore.tiers.filesystem.index_log import ENTRY_BYTES, IndexLog, pack_key, replay, unpack_key
+from kvstore.tiers.filesystem.index_log import ENTRY_BYTES, IndexLog, replay
 
 PAYLOAD_BYTES = 5000
 COST = cost_bytes(make_record(0, PAYLOAD_BYTES).num_bytes)
