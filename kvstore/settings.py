@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import shutil
 import tomllib
@@ -15,6 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.candidates import AUTO, POLICIES, REMOVED_POLICIES
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.machine import usable_bytes
 from kvstore.runtime.sizes import parse_bytes
@@ -36,6 +38,8 @@ __all__ = ["TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_fr
 
 Source = Literal["flag", "environment", "file", "default"]
 """Where the value of a setting came from."""
+
+_log = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
@@ -115,6 +119,15 @@ def _quota(tenant: str, given: object) -> Quota:
     return quota
 
 
+def _retention_policy(value: object) -> object:
+    """Replace a policy of an earlier release. It is not refused, since an upgrade must not stop a node for that."""
+    if not isinstance(value, str) or value not in REMOVED_POLICIES:
+        return value
+    used, known = REMOVED_POLICIES[value], ", ".join([AUTO, *POLICIES])
+    _log.warning("setting retention_policy: this release has no %s, using %s; set one of %s", value, used, known)
+    return used
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 Millis = Annotated[int, Field(gt=0, le=_SECONDS_MAX)]
@@ -165,8 +178,8 @@ class Settings(BaseSettings):
             evicted for others; beyond `maximum`, its own is evicted first. In TOML a table, `[quotas.team-a]`;
             elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. All guarantees together are at most three quarters of the
             limit.
-        retention_policy: What is evicted first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which simulates these on
-            a sample of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
+        retention_policy: What is evicted first: `lru`, `flops_per_byte`, or `auto`, which simulates these on a sample
+            of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
         retention_admission: Which records are written to `cold`, of saves that do not wait for `hot` or `cold`: `all`;
             `second_sight`, only what a lookup asked for before, which avoids most writes, but loses the first reuse of
             what `hot` has evicted by then; `by_size`, prompts of 1,024 tokens or more; or `auto`, all while
@@ -224,7 +237,7 @@ class Settings(BaseSettings):
     cold_bytes: Bytes | None = None
     cold_unused_s: Seconds | None = None
     quotas: Annotated[Mapping[str, Quota], BeforeValidator(_quotas)] = Field(default_factory=dict)
-    retention_policy: Literal["auto", "lru", "s3fifo", "flops_per_byte"] = "auto"
+    retention_policy: Annotated[Literal["auto", "lru", "flops_per_byte"], BeforeValidator(_retention_policy)] = "auto"
     retention_admission: Literal["auto", "all", "second_sight", "by_size"] = "auto"
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None

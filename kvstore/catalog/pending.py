@@ -41,8 +41,8 @@ class PendingLog(ABC):
     finished it. An entry whose leases have all expired may be claimed by any service, which is then its only owner. A
     log object acts for one owner, whose id it generates.
 
-    An entry is added *before* its record is written, and removed when the cold tier has the record. A crash may leave an
-    entry that is not needed, but no record without its entry. A record may be written twice, which is harmless: the
+    An entry is added *before* its record is written, and removed when the cold tier has the record. A crash may leave
+    an entry that is not needed, but no record without its entry. A record may be written twice, which is harmless: the
     second write of a name changes nothing. If an owner dies between renewing its lease and writing the record, the
     other owners still hold the entry.
 

@@ -1,4 +1,4 @@
-"""Policies and admission rules by the names that settings, `simulate` and reports use."""
+"""Admission rules, and the candidates: an eviction policy with an admission rule, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, S3Fifo
+from kvstore.eviction.policies import FlopsPerByte, Lru, Policy
 from kvstore.eviction.prefixes import Key, spread
 
 __all__ = [
@@ -18,27 +18,31 @@ __all__ = [
     "AUTO",
     "CANDIDATES",
     "POLICIES",
+    "REMOVED_POLICIES",
     "Admission",
     "AdmitAll",
     "BySize",
     "Candidate",
-    "LiveAdmission",
     "SecondSight",
     "parse_candidate",
 ]
+
+AUTO = "auto"
+
+_BY_SIZE_MIN_TOKENS = 1024
 
 
 class Admission(ABC):
     """Decides how much of a prompt to save. Pure.
 
-    A prefix without its start is useless, so the answer is a count: how many boundaries from the start to save.
+    A prefix without its start is useless, so the result is a count: the number of boundaries from the start to save.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
-        """How many of a prompt's boundaries, from its start, may be held; called once for each prompt.
+        """The number of a prompt's boundaries, from its start, that may be held; called once for each prompt.
 
         Args:
             path: The prompt's boundaries, ascending.
@@ -47,7 +51,7 @@ class Admission(ABC):
 
     @abstractmethod
     def admits_unasked(self, tokens: int) -> bool:
-        """Whether a boundary may be held that no lookup has asked for, e.g. one of generated tokens.
+        """Whether a boundary may be held that no lookup has queried, e.g. one of generated tokens.
 
         Args:
             tokens: Its position, in tokens.
@@ -67,12 +71,12 @@ class AdmitAll(Admission):
 
 
 class SecondSight(Admission):
-    """Admits what was offered before: a prompt that is seen only once then costs no write.
+    """Admits boundaries that were offered before, so that a prompt which is seen only once costs no write.
 
     Args:
-        remembered: Boundaries that are remembered, in four bytes each. A newer one may overwrite an older one, so a
-            boundary that comes again only after many times `remembered` others is not recognised. It would not be held
-            long enough for a third use anyway, where `remembered` is about the number of boundaries held.
+        remembered: Boundaries that are remembered, in four bytes each. A newer one may overwrite an older one. So a
+            boundary that returns only after many times `remembered` others is not recognised. If `remembered` is about
+            the number of boundaries held, it would be evicted before its third use anyway.
     """
 
     name: ClassVar[str] = "second_sight"
@@ -115,18 +119,15 @@ class BySize(Admission):
         return tokens >= self._min_tokens
 
 
-AUTO = "auto"
-
-_REMEMBERED_PER_HELD = 1
-"""Boundaries that `second_sight` remembers per held one: what returns later would be evicted before its third use."""
-_BY_SIZE_MIN_TOKENS = 1024
-
-POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, S3Fifo, FlopsPerByte)}
+POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, FlopsPerByte)}
 """By name: makes a new policy."""
+
+REMOVED_POLICIES: Mapping[str, str] = {"s3fifo": AUTO}
+"""Policies of earlier releases, and what to use instead."""
 
 ADMISSIONS: Mapping[str, Callable[[int], Admission]] = {
     AdmitAll.name: lambda _: AdmitAll(),
-    SecondSight.name: lambda num_held: SecondSight(_REMEMBERED_PER_HELD * num_held),
+    SecondSight.name: SecondSight,
     BySize.name: lambda _: BySize(_BY_SIZE_MIN_TOKENS),
 }
 """By name: makes a new rule, given how many boundaries are held when the budget is full."""
@@ -158,43 +159,29 @@ class Candidate:
 CANDIDATES: Sequence[Candidate] = tuple(
     Candidate(policy, admission) for admission in (AdmitAll.name, SecondSight.name) for policy in POLICIES
 )
-"""What `auto` chooses from. Not `by_size`: which size pays depends on the model and the link, unknown to `auto`."""
+"""The candidates of `auto`. Not `by_size`: which size pays depends on the model and the link, which `auto` does not
+know."""
 
 
-def parse_candidate(text: str) -> Candidate:
+def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
     """The inverse of `Candidate.name`.
 
+    Args:
+        text: The name.
+        others: Names that the caller accepts too, for the message.
+
     Raises:
-        InvalidRequest: No such policy or rule; the nearest name is in the message.
+        InvalidRequest: No such policy or rule. The message has the existing names and the nearest one, or the
+            replacement of a policy that was removed.
     """
     policy, plus, admission = text.partition("+")
     for name, known, what in ((policy, POLICIES, "policy"), (admission, ADMISSIONS, "admission rule")):
-        if name not in known and (plus or name is policy):
-            nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-            raise InvalidRequest(
-                f"unknown {what} {name!r}: expected one of {', '.join(known)}; did you mean {nearest}?"
-            )
+        if name in known or (what != "policy" and not plus):
+            continue
+        expected = ", ".join([*others, *known] if what == "policy" else known)
+        if what == "policy" and name in REMOVED_POLICIES:
+            advice = f"this release has no such policy, use {REMOVED_POLICIES[name]}"
+        else:
+            advice = f"did you mean {difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]}?"
+        raise InvalidRequest(f"unknown {what} {name!r}: expected one of {expected}; {advice}")
     return Candidate(policy, admission if plus else AdmitAll.name)
-
-
-class LiveAdmission(Admission):
-    """Applies the rule of the candidate that is followed. The other rules see every prompt too, so that their memory is
-    warm when one of them takes over.
-
-    Attributes:
-        follows: Name of the rule that is applied.
-    """
-
-    name = AUTO
-
-    def __init__(self, num_held: int, candidates: Sequence[Candidate]) -> None:
-        names = dict.fromkeys(candidate.admission for candidate in candidates)
-        self._rules = {name: ADMISSIONS[name](num_held) for name in names}
-        self.follows = candidates[0].admission
-
-    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
-        answers = {name: rule.admit(path, tokens) for name, rule in self._rules.items()}
-        return answers[self.follows]
-
-    def admits_unasked(self, tokens: int) -> bool:
-        return self._rules[self.follows].admits_unasked(tokens)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.auto import Auto, PrefixCache
-from kvstore.eviction.candidates import AUTO, CANDIDATES, LiveAdmission, parse_candidate
+from kvstore.eviction.auto import Auto, save_prompt
+from kvstore.eviction.candidates import AUTO, CANDIDATES, Candidate, parse_candidate
 from kvstore.eviction.holdings import Holdings
 from kvstore.eviction.prefixes import Key
 from kvstore.model.coverage import longest_resumable
@@ -30,12 +30,28 @@ __all__ = [
     "replay",
 ]
 
-
 CLAIRVOYANT = "clairvoyant"
 """Not a policy but an upper bound: it knows the next use of every block from the trace."""
 
 _STEP_TOKENS = 16
 _SWEEP_S = 60.0
+_GZIP_MAGIC = b"\x1f\x8b"
+_FIELDS = {"timestamp": "milliseconds", "input_length": "tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """One request of a trace.
+
+    Attributes:
+        at_s: When it arrived, in seconds since the trace's start.
+        num_tokens: Length of the prompt.
+        blocks: Ids of its blocks; each identifies the whole prompt up to the block's end. The last may be short.
+    """
+
+    at_s: float
+    num_tokens: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +60,10 @@ class ReplayPlan:
 
     Attributes:
         policy: `auto`, `clairvoyant`, or a candidate like `lru` or `lru+second_sight`.
-        budget_blocks: Budget, in blocks.
         block_tokens: Tokens of a block, and of a page.
         block_bytes: Stored bytes of a block.
         block_records: Records per block, and so requests to write, read or delete it.
-        ttl_s: What was unused for longer is evicted; `None`: no limit.
+        ttl_s: A block that was unused for longer is evicted; `None`: no limit.
     """
 
     policy: str
@@ -65,7 +80,7 @@ class ReplayResult:
 
     Attributes:
         input_tokens: Tokens of all prompts.
-        hit_tokens: Those of them that were restored.
+        hit_tokens: Tokens of them that were restored.
         blocks_read: Blocks that were read for the hits.
         blocks_written: Blocks that were admitted.
         blocks_evicted: Blocks that were evicted or expired.
@@ -90,38 +105,36 @@ def check_policy(name: str) -> str:
     Raises:
         InvalidRequest: There is no such policy.
     """
-    if name not in (AUTO, CLAIRVOYANT):
-        try:
-            parse_candidate(name)
-        except InvalidRequest as error:
-            all_ = f"expected {AUTO}, {CLAIRVOYANT}, or one of "
-            raise InvalidRequest(error.message.replace("expected one of ", all_), **error.details) from error
+    others = (AUTO, CLAIRVOYANT)
+    if name not in others:
+        parse_candidate(name, others)
     return name
 
 
 def replay(
     prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
-    """Look every prompt up, read what hits, save what is missing.
+    """Look every prompt up, read the hits, save the rest.
 
     Args:
         prompts: In the order of their times.
         plan: The assumptions.
-        on_progress: Called now and then with the number of prompts that were done since the last call.
+        on_progress: Called from time to time with the number of prompts that were done since the last call.
     """
     run = _clairvoyant if plan.policy == CLAIRVOYANT else _play
     return run(prompts, plan, on_progress or (lambda _: None))
 
 
 def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None]) -> ReplayResult:
-    candidates = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
+    candidates: Sequence[Candidate] = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
+    current = candidates[0]
     budget_bytes = plan.budget_blocks * plan.block_bytes
-    holdings = Holdings(budget_bytes, candidates[0].make_policy)
-    admission = LiveAdmission(plan.budget_blocks, candidates)
-    cache = PrefixCache(holdings, admission)
+    holdings = Holdings(budget_bytes, current.make_policy)
+    # every rule sees every prompt, so that its memory is filled when `auto` changes to it
+    rules = {one.admission: one.make_admission(plan.budget_blocks) for one in candidates}
     auto = Auto(candidates, budget_bytes=budget_bytes, boundary_bytes=plan.block_bytes) if len(candidates) > 1 else None
     layout = Layout(plan.block_tokens, (GroupLayout(FullAttention(), 1),))
-    result = ReplayResult(followed=[(0, candidates[0].name)] if auto else [])
+    result = ReplayResult(followed=[(0, current.name)] if auto else [])
     swept_s = 0.0
     for index, prompt in enumerate(prompts):
         if plan.ttl_s is not None and prompt.at_s >= swept_s + _SWEEP_S:
@@ -131,12 +144,16 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
         sizes = [plan.block_bytes] * len(tokens)
         _look_up(prompt, tokens, holdings, layout, result)
         if auto is not None and auto.observe(prompt.blocks, tokens, sizes, prompt.at_s):
-            holdings.use_policy(auto.current.make_policy)
-            admission.follows = auto.current.admission
-            result.followed.append((index, auto.current.name))
-        saved = cache.save(prompt.blocks, tokens, sizes, prompt.at_s)
-        result.blocks_written += saved.num_written
-        result.blocks_evicted += saved.num_evicted
+            current = auto.current
+            holdings.use_policy(current.make_policy)
+            result.followed.append((index, current.name))
+        for name, rule in rules.items():
+            if name != current.admission:
+                rule.admit(prompt.blocks, tokens)
+        admission = rules[current.admission]
+        num_written, num_evicted = save_prompt(holdings, admission, prompt.blocks, tokens, sizes, now=prompt.at_s)
+        result.blocks_written += num_written
+        result.blocks_evicted += num_evicted
         if index % 64 == 63:
             on_progress(64)
     on_progress(len(prompts) % 64)
@@ -182,7 +199,8 @@ def _clairvoyant(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress:
 
 
 def clairvoyant_holds(paths: Sequence[Sequence[Key]], budget: int) -> tuple[list[int], int]:
-    """Belady's algorithm with bypass: evicts what is used again latest, and does not write what is never used again.
+    """Belady's algorithm with bypass: evicts the boundary that is used again latest, and does not write those that are
+    never used again.
 
     A boundary's next use is never later than that of a longer prefix, so the longest prefixes are evicted first.
 
@@ -224,27 +242,9 @@ def clairvoyant_holds(paths: Sequence[Sequence[Key]], budget: int) -> tuple[list
     return leading, num_written
 
 
-_GZIP_MAGIC = b"\x1f\x8b"
-_FIELDS = {"timestamp": "milliseconds", "input_length": "tokens"}
-
-
-@dataclass(frozen=True, slots=True)
-class TracedPrompt:
-    """One request.
-
-    Attributes:
-        at_s: When it arrived, in seconds since the trace's start.
-        num_tokens: Length of the prompt.
-        blocks: Ids of its blocks; each identifies the whole prompt up to the block's end. The last may be short.
-    """
-
-    at_s: float
-    num_tokens: int
-    blocks: tuple[int, ...]
-
-
 def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
-    """Read a trace: `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}` per line.
+    """Read a trace in Mooncake's format, plain or gzip. Each line is a JSON object:
+    `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}`.
 
     Args:
         path: The file.
@@ -260,7 +260,7 @@ def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
         with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    prompts.append(_parse(line, path, number, block_tokens))
+                    prompts.append(_parse(line, f"line {number} of {path}", block_tokens))
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidRequest("cannot read the trace", path=path, error=reason) from error
@@ -269,8 +269,7 @@ def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
     return sorted(prompts, key=lambda prompt: prompt.at_s)
 
 
-def _parse(line: bytes, path: Path, number: int, block_tokens: int) -> TracedPrompt:
-    where = f"line {number} of {path}"
+def _parse(line: bytes, where: str, block_tokens: int) -> TracedPrompt:
     try:
         fields: Any = json.loads(line)
     except ValueError as error:

@@ -134,7 +134,7 @@ def plan_leaving(
     del leaving
     held.let_go()
     let_go(place)
-    holdings.let_go()
+    holdings.discard()
     return LeavingPlan(leavers, is_enough)
 
 

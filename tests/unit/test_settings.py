@@ -101,6 +101,15 @@ def test_other_peoples_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     load_settings()
 
 
+def test_a_removed_policy_is_replaced_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that was set to it starts, and names the replacement."""
+    monkeypatch.setenv("KVSTORE_RETENTION_POLICY", "s3fifo")
+    assert load_settings().retention_policy == "auto"
+    assert "has no s3fifo, using auto; set one of auto, lru, flops_per_byte" in caplog.text
+
+
 def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) -> None:
     """Two wrong fields, two explanations, each with the name, what would do, and what was there."""
     with pytest.raises(InvalidRequest) as caught:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.eviction.auto import PrefixCache
+from kvstore.eviction.auto import save_prompt
 from kvstore.eviction.candidates import POLICIES, AdmitAll, BySize, SecondSight
 from kvstore.eviction.holdings import Holdings, Quota
 from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, PrefillCost
@@ -17,16 +17,10 @@ from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, PrefillCost
 MAKERS = [pytest.param(make, id=name) for name, make in POLICIES.items()]
 
 
-def cache_of(budget: int, make: Callable[[], Policy] = Lru) -> PrefixCache:
-    return PrefixCache(Holdings(budget, make), AdmitAll())
-
-
-def play(cache: PrefixCache, path: list[int], now: float) -> int:
+def play(holdings: Holdings, path: list[int], now: float) -> None:
     """Look a prompt up and save it; boundaries of one byte and ten tokens each."""
-    held = cache.holdings.leading(path)
-    cache.holdings.use(path[:held], now)
-    cache.save(path, [10 * (index + 1) for index in range(len(path))], [1] * len(path), now)
-    return held
+    holdings.use(path[: holdings.leading(path)], now)
+    save_prompt(holdings, AdmitAll(), path, [10 * (index + 1) for index in range(len(path))], [1] * len(path), now=now)
 
 
 def holes(holdings: Holdings) -> list[object]:
@@ -37,16 +31,15 @@ def holes(holdings: Holdings) -> list[object]:
 @given(seed=st.integers(0, 2**32), budget=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
 def test_no_prefix_ever_gets_a_hole(make: Callable[[], Policy], seed: int, budget: int) -> None:
-    """Whatever comes, the budget holds, the sums are right, and every boundary's parent is held."""
+    """After every prompt the budget holds, the sums are right, and every boundary's parent is held."""
     rng = random.Random(seed)
-    cache = cache_of(budget, make)
-    holdings = cache.holdings
+    holdings = Holdings(budget, make)
     for now in range(120):
         root = rng.randrange(3)
         path = [root]
         for _ in range(rng.randrange(8)):
             path.append(path[-1] * 4 + 3 + rng.randrange(3))
-        play(cache, path, float(now))
+        play(holdings, path, float(now))
         assert holdings.used_bytes == len(holdings) <= budget
         assert holes(holdings) == []
         if rng.random() < 0.05:
@@ -54,29 +47,16 @@ def test_no_prefix_ever_gets_a_hole(make: Callable[[], Policy], seed: int, budge
         if rng.random() < 0.05:
             holdings.expire(now - 20.0)
     assert len(holdings.evict(budget)) > 0
-    assert len(holdings) == 0  # nothing was lost from the policy's sight
+    assert len(holdings) == 0  # the policy still offers every boundary
 
 
 def test_lru_takes_the_end_of_the_prompt_that_was_unused_longest() -> None:
     """Of two prompts the older one shrinks from its end."""
-    cache = cache_of(6)
-    play(cache, [1, 2, 3], 1.0)
-    play(cache, [7, 8, 9], 2.0)
-    gone = cache.holdings.evict(2)
+    holdings = Holdings(6, Lru)
+    play(holdings, [1, 2, 3], 1.0)
+    play(holdings, [7, 8, 9], 2.0)
+    gone = holdings.evict(2)
     assert [node.key for node in gone] == [3, 2]
-
-
-def test_s3fifo_lets_what_is_used_once_leave_first() -> None:
-    """A prompt that is used again and again outlives a stream of others that `lru` would let push it out."""
-    kept = {}
-    for name in ("lru", "s3fifo"):
-        cache = cache_of(20, POLICIES[name])
-        for now in range(3):
-            play(cache, [1, 2, 3, 4], float(now))
-        for now in range(3, 60):
-            play(cache, [100 * now, 100 * now + 1], float(now))
-        kept[name] = cache.holdings.leading([1, 2, 3, 4])
-    assert kept == {"lru": 0, "s3fifo": 4}
 
 
 def test_flops_per_byte_keeps_what_costs_more_to_compute() -> None:
@@ -88,7 +68,7 @@ def test_flops_per_byte_keeps_what_costs_more_to_compute() -> None:
 
 
 def test_flops_per_byte_forgets_what_is_never_used() -> None:
-    """Recency counts too: however dear, what is not used gives way to newcomers in the end."""
+    """Recency counts too: a costly boundary that is not used is evicted after enough others were."""
     holdings = Holdings(20, lambda: FlopsPerByte(PrefillCost(1.0, 0.0)))
     holdings.add(0, None, tokens=30, num_bytes=10, now=0.0)
     for now in range(1, 6):
@@ -98,19 +78,19 @@ def test_flops_per_byte_forgets_what_is_never_used() -> None:
 
 
 def test_a_pin_keeps_the_whole_prefix() -> None:
-    """What is pinned stays with all below it, whatever room is asked for; unpinned, it goes."""
-    cache = cache_of(10)
-    play(cache, [1, 2, 3], 1.0)
-    node = cache.holdings.get(2)
+    """A pinned boundary stays with all shorter prefixes, even if more room is needed; unpinned, it is evicted."""
+    holdings = Holdings(10, Lru)
+    play(holdings, [1, 2, 3], 1.0)
+    node = holdings.get(2)
     assert node is not None
-    cache.holdings.pin(node)
-    assert [gone.key for gone in cache.holdings.evict(10)] == [3]
-    cache.holdings.unpin(node)
-    assert [gone.key for gone in cache.holdings.evict(10)] == [2, 1]
+    holdings.pin(node)
+    assert [gone.key for gone in holdings.evict(10)] == [3]
+    holdings.unpin(node)
+    assert [gone.key for gone in holdings.evict(10)] == [2, 1]
 
 
 def test_a_tenant_stays_within_its_maximum_and_is_safe_within_its_guarantee() -> None:
-    """A tenant over its maximum evicts its own; others' writes leave alone what is guaranteed to it, to the end."""
+    """A tenant over its maximum evicts its own boundaries; others' writes evict nothing within its guarantee."""
     holdings = Holdings(10, Lru)
     holdings.pool(1).quota = Quota(guaranteed_bytes=3, maximum_bytes=4)
     for key in range(4):
@@ -123,7 +103,7 @@ def test_a_tenant_stays_within_its_maximum_and_is_safe_within_its_guarantee() ->
     assert holdings.evict(8) == []
 
 
-def test_whoever_is_over_its_maximum_leaves_first_then_whoever_is_furthest_over_its_guarantee() -> None:
+def test_tenants_over_their_maximum_are_evicted_first_then_the_one_furthest_over_its_guarantee() -> None:
     """Of three tenants: one over its maximum, one little over its guarantee, one with none."""
     holdings = Holdings(14, Lru)
     holdings.pool(1).quota = Quota(maximum_bytes=1)
@@ -138,11 +118,11 @@ def test_whoever_is_over_its_maximum_leaves_first_then_whoever_is_furthest_over_
 
 def test_what_is_unused_for_long_expires_ends_first() -> None:
     """A time to live takes the unused end of a prompt and leaves the start that others used since."""
-    cache = cache_of(10)
-    play(cache, [1, 2, 3], 1.0)
-    play(cache, [1], 9.0)
-    assert [node.key for node in cache.holdings.expire(5.0)] == [3, 2]
-    assert len(cache.holdings) == 1
+    holdings = Holdings(10, Lru)
+    play(holdings, [1, 2, 3], 1.0)
+    play(holdings, [1], 9.0)
+    assert [node.key for node in holdings.expire(5.0)] == [3, 2]
+    assert len(holdings) == 1
 
 
 def test_second_sight_admits_what_comes_again() -> None:

@@ -158,7 +158,7 @@ async def test_rules_that_make_no_sense_are_refused() -> None:
 
 
 async def test_auto_follows_the_lookups_of_this_node() -> None:
-    """Prompts that never come again drown a few that do: s3fifo, which lets newcomers wait, is followed."""
+    """Most prompts never return and evict the few that do: the policy that counts uses is followed."""
     choice = AutoChoice()
     assert choice.make_policy().name == "lru"
     for number in range(2500):
@@ -168,4 +168,4 @@ async def test_auto_follows_the_lookups_of_this_node() -> None:
         choice.observe(query, LAYOUT)
         if number % 500 == 499:
             await choice.settle(48 * BOUNDARY_BYTES, BOUNDARY_BYTES, is_near=True)
-    assert choice.make_policy().name == "s3fifo"
+    assert choice.make_policy().name == "flops_per_byte"
