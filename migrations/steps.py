@@ -1,4 +1,4 @@
-"""The interface of a migration step: a pure rewrite of one record. The runner does everything else."""
+"""The steps of a migration: each is a pure rewrite of one record. The runner does everything else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_r
 from kvstore.format.record import Record
 from kvstore.store.key_ring import KeyRing
 
-__all__ = ["InitialStep", "KeyStep", "Rewrite", "Step", "Verdict"]
+__all__ = ["KeyStep", "Rewrite", "Step", "Verdict"]
 
 
 class Verdict(Enum):
@@ -22,40 +22,33 @@ class Verdict(Enum):
     REWRITTEN = "rewritten"
     """There is a new record for it, under a new name."""
     FOREIGN = "foreign"
-    """It was encrypted with a key that is not available: left as it is."""
+    """It was encrypted with a key that is not available. It stays as it is."""
     REFUSED = "refused"
-    """It cannot be authenticated, though its checksums match: left as it is."""
+    """It cannot be authenticated, though its checksums match. It stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """The result for one record.
-
-    Attributes:
-        verdict: The verdict.
-        record: The new record, for `REWRITTEN`.
-    """
+    """The result for one record; `record` is the new one, for `REWRITTEN`."""
 
     verdict: Verdict
     record: Record | None = None
 
 
 class Step(ABC):
-    """One change of stored records. Pure except for nonces: no I/O, no clock.
+    """One change of stored records. Pure except for nonces: no I/O, no clock. A released step does not change.
 
     Attributes:
-        number: The step's number; steps are applied in this order, one at a time.
-        name: Its name for operators.
+        name: Its name for operators, stored in the state of a migration.
         text: What it changes, in a sentence.
     """
 
-    number: int
     name: str
     text: str
 
     @abstractmethod
     def target(self, tenant: str) -> str | None:
-        """A short text that identifies the target form of a tenant's records; a run continues only a migration with the
+        """A short text that identifies the target form of a tenant's records. A run continues only a migration with the
         same target. `None`: there is nothing to do for this tenant.
         """
 
@@ -68,31 +61,16 @@ class Step(ABC):
         """Whether a new record, as read back from the tier, has bit by bit the content of the old one."""
 
 
-class InitialStep(Step):
-    """Every record is current."""
-
-    number = 1
-    name = "initial"
-    text = "records, names, manifests and catalog of version 1"
-
-    def target(self, tenant: str) -> str | None:
-        return None
-
-    def rewrite(self, record: Record, tenant: str) -> Rewrite:
-        return Rewrite(Verdict.CURRENT)
-
-    def is_same(self, old: Record, new: Record, tenant: str) -> bool:
-        return bytes(old.data) == bytes(new.data)
-
-
 class KeyStep(Step):
-    """Rewrites records under the current key of their tenant.
+    """Rewrites records under an earlier key of their tenant, or plain ones, under its current key; names change too.
+
+    Repeated whenever keys change. During a migration services read all generations: first under the current key's name,
+    then under the others'.
 
     Args:
         ring: The keys of all tenants, including those that encrypted the stored records.
     """
 
-    number = 2
     name = "keys"
     text = "every record of a tenant under its current key: a change of keys, or encryption turned on or off"
 

@@ -323,8 +323,8 @@ async def test_a_hundred_thousand_records_change_keys_over_fifty_kills(
 
 ONCE = ("state copying", "sheets planned")
 EACH = ("read", "put", "verified")
-TOGETHER = ("told", "sheet")
-REMOVING = ("state removing", "untold", "deleted", "sheet emptied")
+TOGETHER = ("catalog added", "sheet")
+REMOVING = ("state removing", "catalog removed", "deleted", "sheet emptied")
 
 
 def points_for(num_records: int) -> tuple[list[Point], list[Point]]:
@@ -333,7 +333,7 @@ def points_for(num_records: int) -> tuple[list[Point], list[Point]]:
     counts = dict.fromkeys(EACH, copied) | dict.fromkeys(TOGETHER, max(1, copied // 128))
     cycle = [(counts[word], word) for word in (*EACH, *TOGETHER)]
     removed = 4 * num_sheets(num_records // 2) // 10  # sheets of two levels of two namespaces
-    finish = [(1, "state removing"), (1, "untold"), (1, "deleted"), (2, "deleted"), (1, "sheet emptied")]
+    finish = [(1, "state removing"), (1, "catalog removed"), (1, "deleted"), (2, "deleted"), (1, "sheet emptied")]
     for part in (2, 4, 6) if removed else ():
-        finish[-2:-2] = [(removed * part, "untold"), (removed, "deleted")]
+        finish[-2:-2] = [(removed * part, "catalog removed"), (removed, "deleted")]
     return [(1, word) for word in ONCE] + cycle * 8, finish
