@@ -44,7 +44,7 @@ class Chain(ABC):
     def decode_into(self, payload: ByteArray, target: ByteArray) -> None:
         """Decode `payload` into `target`, filling it.
 
-        Allocates no more than the size of `target`, whatever the payload claims.
+        Allocates no more than the size of `target`, even if the payload claims more.
 
         Raises:
             CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.

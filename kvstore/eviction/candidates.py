@@ -18,18 +18,15 @@ __all__ = [
     "AUTO",
     "CANDIDATES",
     "POLICIES",
-    "REMOVED_POLICIES",
+    "REMOVED",
     "Admission",
     "AdmitAll",
-    "BySize",
     "Candidate",
     "SecondSight",
     "parse_candidate",
 ]
 
 AUTO = "auto"
-
-_BY_SIZE_MIN_TOKENS = 1024
 
 
 class Admission(ABC):
@@ -39,6 +36,8 @@ class Admission(ABC):
     """
 
     name: ClassVar[str]
+    admits_unasked: ClassVar[bool]
+    """Whether a boundary may be held that no lookup has queried, e.g. one of generated tokens."""
 
     @abstractmethod
     def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
@@ -49,25 +48,15 @@ class Admission(ABC):
             tokens: Position of each, in tokens.
         """
 
-    @abstractmethod
-    def admits_unasked(self, tokens: int) -> bool:
-        """Whether a boundary may be held that no lookup has queried, e.g. one of generated tokens.
-
-        Args:
-            tokens: Its position, in tokens.
-        """
-
 
 class AdmitAll(Admission):
     """Admits everything."""
 
     name: ClassVar[str] = "all"
+    admits_unasked: ClassVar[bool] = True
 
     def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
         return len(path)
-
-    def admits_unasked(self, tokens: int) -> bool:
-        return True
 
 
 class SecondSight(Admission):
@@ -80,6 +69,7 @@ class SecondSight(Admission):
     """
 
     name: ClassVar[str] = "second_sight"
+    admits_unasked: ClassVar[bool] = False
 
     def __init__(self, remembered: int) -> None:
         self._marks = array("I", bytes(4 * max(1, remembered)))
@@ -96,41 +86,18 @@ class SecondSight(Admission):
                 marks[place] = mark
         return known
 
-    def admits_unasked(self, tokens: int) -> bool:
-        return False
-
-
-class BySize(Admission):
-    """Admits long prompts: a short one is computed about as quickly as it is fetched.
-
-    Args:
-        min_tokens: Shorter prompts are not kept.
-    """
-
-    name: ClassVar[str] = "by_size"
-
-    def __init__(self, min_tokens: int) -> None:
-        self._min_tokens = min_tokens
-
-    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
-        return len(path) if tokens and self.admits_unasked(tokens[-1]) else 0
-
-    def admits_unasked(self, tokens: int) -> bool:
-        return tokens >= self._min_tokens
-
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, FlopsPerByte)}
 """By name: makes a new policy."""
 
-REMOVED_POLICIES: Mapping[str, str] = {"s3fifo": AUTO}
-"""Policies of earlier releases, and what to use instead."""
-
 ADMISSIONS: Mapping[str, Callable[[int], Admission]] = {
     AdmitAll.name: lambda _: AdmitAll(),
     SecondSight.name: SecondSight,
-    BySize.name: lambda _: BySize(_BY_SIZE_MIN_TOKENS),
 }
 """By name: makes a new rule, given how many boundaries are held when the budget is full."""
+
+REMOVED: Mapping[str, str] = {"s3fifo": AUTO, "by_size": AUTO}
+"""Policies and rules of earlier releases, and their replacements. Neither adds 2% token hits in docs/retention.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +126,7 @@ class Candidate:
 CANDIDATES: Sequence[Candidate] = tuple(
     Candidate(policy, admission) for admission in (AdmitAll.name, SecondSight.name) for policy in POLICIES
 )
-"""The candidates of `auto`. Not `by_size`: which size pays depends on the model and the link, which `auto` does not
-know."""
+"""The candidates of `auto`."""
 
 
 def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
@@ -171,16 +137,16 @@ def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
         others: Names that the caller accepts too, for the message.
 
     Raises:
-        InvalidRequest: No such policy or rule. The message has the existing names and the nearest one, or the
-            replacement of a policy that was removed.
+        InvalidRequest: No such policy or rule. The message has the existing names, and the nearest one or the
+            replacement of a removed one.
     """
     policy, plus, admission = text.partition("+")
     for name, known, what in ((policy, POLICIES, "policy"), (admission, ADMISSIONS, "admission rule")):
         if name in known or (what != "policy" and not plus):
             continue
         expected = ", ".join([*others, *known] if what == "policy" else known)
-        if what == "policy" and name in REMOVED_POLICIES:
-            advice = f"this release has no such policy, use {REMOVED_POLICIES[name]}"
+        if name in REMOVED:
+            advice = f"this release has no {name}, use {REMOVED[name]}"
         else:
             advice = f"did you mean {difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]}?"
         raise InvalidRequest(f"unknown {what} {name!r}: expected one of {expected}; {advice}")

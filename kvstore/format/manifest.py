@@ -1,4 +1,4 @@
-"""Manifests: a namespace's description, kept beside its records so that people and migrations can explain them.
+"""Manifests: a namespace's description, stored beside its records so that operators and migrations can explain them.
 
 Layout v1 (docs/formats/record-v1.md): a 48-byte head, the tenant in UTF-8, the canonical description, nothing more.
 """
@@ -125,16 +125,16 @@ def check_store_version(note: bytes | None, tier: str) -> None:
         tier: Name of the tier.
 
     Raises:
-        UnsupportedFormat: Its version is newer, or is told in a form that this release does not know.
-        Unavailable: It is damaged, so that nobody can tell whether this release may write there.
+        UnsupportedFormat: Its version is newer, or the note has a form that this release does not know.
+        Unavailable: The note is damaged, so it is not known whether this release may write there.
     """
     if note is None:
         return
     try:
-        told = json.loads(bytes(note))
+        content = json.loads(bytes(note))
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
+        content = None
+    if not isinstance(content, dict):
         raise Unavailable(
             "the version of the tier cannot be read, so nothing is written to it: if no newer release has used it, "
             "remove the damaged note",
@@ -142,10 +142,10 @@ def check_store_version(note: bytes | None, tier: str) -> None:
             note=manifest_name(STORE_VERSION_PLACE),
             seen=bytes(note[:40]),
         )
-    version = told.get("kvstore_store_version", "unreadable")
+    version = content.get("kvstore_store_version", "unreadable")
     if not isinstance(version, int) or not 1 <= version <= STORE_VERSION:
         raise UnsupportedFormat(
-            "the tier was migrated by a newer release, nothing is written to it: upgrade this one, or look at it by "
+            "the tier was migrated by a newer release, so nothing is written to it: upgrade this release, or run "
             "`kvstore migrate status`",
             tier=tier,
             expected=STORE_VERSION,

@@ -1,4 +1,4 @@
-"""Identifiers: of a namespace, a token prefix, one record."""
+"""Identifiers of a namespace, a token prefix, one record; and the hash chain over the prefixes of plain tokens."""
 
 from __future__ import annotations
 
@@ -29,17 +29,12 @@ NamespaceId = NewType("NamespaceId", bytes)
 """16 bytes: digest of everything that must be equal for two engines' bytes to be interchangeable."""
 
 PrefixHash = NewType("PrefixHash", bytes)
-"""32 bytes: digest of all tokens (and whatever else the KV depends on) up to a boundary."""
+"""32 bytes: digest of all tokens, and of everything else that the KV depends on, up to a boundary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A token position at which a prefix may be resumed.
-
-    Attributes:
-        tokens: Number of tokens before the position.
-        prefix: Hash of exactly these tokens.
-    """
+    """A token position at which a prefix may be resumed: the number of tokens before it, and their hash."""
 
     tokens: int
     prefix: PrefixHash
@@ -78,7 +73,8 @@ def prefix_root(cache_salt: str | None) -> bytes:
 
 
 class PlainChain:
-    """Computes the hash at every multiple of 16 tokens, link by link.
+    """Computes the hash at every multiple of 16 tokens, for operators' queries: docs/formats/prefix-hash-v1.md without
+    adapters, media and embeddings. The connector hashes prompts that may have those.
 
     Args:
         cache_salt: The prompt's `cache_salt`; `None`: it has none.

@@ -158,7 +158,7 @@ class ColdAdmission:
         key, stop_tokens = record.key, record.header.span.stop
         rule = self.rule_of(key.namespace)
         name = _name(key.namespace, key.prefix)
-        if self._rules[rule].admits_unasked(stop_tokens) or name in self._admitted:
+        if self._rules[rule].admits_unasked or name in self._admitted:
             self._meters.add("admitted_records", rule=rule)
             return True
         self._declined.add(name, stop_tokens)

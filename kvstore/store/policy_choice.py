@@ -27,9 +27,7 @@ _REBUILD_AT = 2.0
 
 def candidates_of(policy: str, rule: str) -> Sequence[Candidate]:
     """The candidates that a policy and a rule allow, either of which may be `auto`."""
-    chosen = [one for one in CANDIDATES if policy in (AUTO, one.policy) and rule in (AUTO, one.admission)]
-    policies = dict.fromkeys(one.policy for one in CANDIDATES if policy in (AUTO, one.policy))
-    return chosen or [Candidate(name, rule) for name in policies]  # a rule that `auto` does not try
+    return [one for one in CANDIDATES if policy in (AUTO, one.policy) and rule in (AUTO, one.admission)]
 
 
 class PolicyChoice(ABC):

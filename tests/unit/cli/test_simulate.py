@@ -108,7 +108,7 @@ def test_the_bound_knows_the_future() -> None:
         (
             [LINE],
             ["--policy", "s3fifo"],
-            "lru, flops_per_byte; this release has no such policy, use auto",
+            "lru, flops_per_byte; this release has no s3fifo, use auto",
         ),
         ([LINE], ["--policy", "lru+second_site"], "did you mean second_sight"),
         ([LINE], ["--budget-blocks", "0"], "--budget-blocks: expected whole numbers above zero"),

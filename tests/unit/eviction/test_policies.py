@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.eviction.auto import save_prompt
-from kvstore.eviction.candidates import POLICIES, AdmitAll, BySize, SecondSight
+from kvstore.eviction.candidates import POLICIES, AdmitAll, SecondSight
 from kvstore.eviction.holdings import Holdings, Quota
 from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, PrefillCost
 
@@ -136,10 +136,3 @@ def test_second_sight_admits_what_comes_again() -> None:
     for key in range(100, 200):
         forgetful.admit([key], [10])
     assert forgetful.admit([1, 2], [10, 20]) == 0
-
-
-def test_admission_by_size() -> None:
-    """A short prompt is not kept, a long one wholly."""
-    rule = BySize(25)
-    assert rule.admit([1, 2], [10, 20]) == 0
-    assert rule.admit([1, 2, 3], [10, 20, 30]) == 3
