@@ -1,5 +1,5 @@
-"""What every catalog must do: subclass `CatalogContract` and give it a `catalog` and a second one, `other`, that shares
-what the first one stores (the same object, where a catalog has one owner).
+"""The contract of a catalog: subclass `CatalogContract` and give it a `catalog` and a second one, `other`, on the same
+data (the same object, if a catalog has one owner).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CatalogContract:
     """Behaviour of `Catalog`."""
 
     async def test_what_was_added_is_found(self, catalog: Catalog) -> None:
-        """An entry has the slices, the bytes per group, the position and the parent that were told."""
+        """An entry has the slices, the bytes per group, the position and the parent that were reported."""
         await _open(catalog)
         assert await catalog.add(_whole(128), deadline=_soon()) == [True] * 22
         entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=_soon())
@@ -78,7 +78,7 @@ class CatalogContract:
         assert [table.mean_bytes(Level.HOT, group) for group in range(3)] == [1000, 1000, 50]
 
     async def test_what_is_told_twice_counts_once(self, catalog: Catalog, other: Catalog) -> None:
-        """Two services that tell of the same record, at once and again, count it once; the first size stays."""
+        """Two services report the same record, at once and again: it counts once, and the first size stays."""
         await _open(catalog, other)
         calls = [one.add([_added(64, num_bytes=size)], deadline=_soon()) for one, size in ((catalog, 7), (other, 7))]
         await asyncio.gather(*calls)
@@ -86,7 +86,7 @@ class CatalogContract:
         assert await _levels(catalog) == (1, LevelTotals(1, 1, 7), LevelTotals())
 
     async def test_levels_are_apart(self, catalog: Catalog) -> None:
-        """One entry tells of both levels, and each may end by itself."""
+        """One entry has both levels, and the records of one may be removed without the other."""
         await _open(catalog)
         await catalog.add([*_whole(64), *_whole(64, Level.COLD, 2000)], deadline=_soon())
         hot, cold = LevelTotals(1, 22, 22_025), LevelTotals(1, 22, 44_025)
@@ -98,7 +98,7 @@ class CatalogContract:
         assert await _start(catalog, 64, Level.HOT) is None
 
     async def test_a_removal_of_unknown_size_leaves_no_rest(self, catalog: Catalog) -> None:
-        """Sizes that nobody knows are shares, the last record takes what is left, and the entry goes with it."""
+        """An unknown size counts as the mean; the last record has the rest, and the entry is removed with it."""
         await _open(catalog)
         await catalog.add([_added(64, 1, s, num_bytes=n) for s, n in ((0, 10), (1, 11), (2, 13))], deadline=_soon())
         for slice_, left in ((0, 23), (2, 12), (1, 0), (1, 0)):
@@ -267,7 +267,7 @@ class CatalogContract:
         assert totals[_NAMESPACE].tenant == ""
 
     async def test_tombstones_are_the_last_ones(self, catalog: Catalog) -> None:
-        """Single records are told with group and slice, the latest first."""
+        """Tombstones of single records have group and slice, the latest first."""
         await _open(catalog)
         await catalog.add(_whole(64), deadline=_soon())
         for slice_ in range(3):
