@@ -333,7 +333,7 @@ def test_nothing_is_written_to_what_a_newer_release_has_migrated(
 
     in_loop(mark(note))
     before = in_loop(names(load_settings()))
-    with pytest.raises(UnsupportedFormat, match=r"upgrade this one.*kvstore migrate status.*tier=filesystem"):
+    with pytest.raises(UnsupportedFormat, match=r"upgrade this release.*kvstore migrate status.*tier=filesystem"):
         in_loop(save(OTHER))
     status, _, complaint = run(capsys, "status")
     assert (status, "migrated by a newer release" in complaint) == (1, True)

@@ -158,13 +158,13 @@ async def test_rules_that_make_no_sense_are_refused() -> None:
 
 
 async def test_auto_follows_the_lookups_of_this_node() -> None:
-    """Most prompts never return and evict the few that do: the policy that counts uses is followed."""
+    """Most prompts are short and never return; they evict the few long ones that do, except under one policy."""
     choice = AutoChoice()
     assert choice.make_policy().name == "lru"
     for number in range(2500):
-        talk = f"kept {number % 3}" if number % 5 == 0 else f"once {number}"
-        path = [Boundary(16 * n, PrefixHash(hashlib.sha256(f"{talk} {n}".encode()).digest())) for n in range(1, 7)]
-        query = PrefixQuery(NAMESPACE, tuple(path), 0, 96, 16)
+        talk, first = (f"kept {number % 3}", 101) if number % 5 == 0 else (f"once {number}", 1)
+        names = {16 * n: PrefixHash(hashlib.sha256(f"{talk} {n}".encode()).digest()) for n in range(first, first + 6)}
+        query = PrefixQuery(NAMESPACE, tuple(Boundary(*one) for one in names.items()), 0, 16 * first + 80, 16)
         choice.observe(query, LAYOUT)
         if number % 500 == 499:
             await choice.settle(48 * BOUNDARY_BYTES, BOUNDARY_BYTES, is_near=True)
