@@ -1,4 +1,4 @@
-"""Books beside the catalog, orders and jobs: what every book does, in a file and in a real Redis."""
+"""Text stores beside the catalog, for operator rules and jobs: their contract, in a file and in a real Redis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextStoreContract:
     """Behaviour of `TextStore`."""
 
     async def test_the_last_text_counts_until_it_is_removed(self, book: TextStore) -> None:
-        """Under each name the last text, whatever letters it has; what is not there is ignored."""
+        """Under each name the last text, with any letters; names without one are ignored."""
         assert await book.read(deadline=soon()) == {}
         for name, text in (("a", "1"), ("b/ü", "ü"), ("a", ""), ("c", "3")):
             await book.write(name, text, deadline=soon())

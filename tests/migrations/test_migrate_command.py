@@ -1,4 +1,4 @@
-"""`kvstore migrate` on a directory: what each verb says and does, statuses, and what it leaves alone."""
+"""`kvstore migrate` on a directory: what each verb prints and does, statuses, and what it does not change."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_encryption_is_turned_on_over_plain_records_and_the_key_is_changed_then(
 
 
 def test_a_migration_is_aborted_and_goes_back(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a run the operator puts the old key in front again: going on is refused, aborting is not, and a migration
+    """After a run the operator puts the old key in front again: finishing is refused, aborting is not, and a migration
     back removes what the first one made.
     """
     write_keys(keys, [("red", 1, 1)])
@@ -247,7 +247,7 @@ def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(
 def test_what_a_run_was_cut_off_from_is_done_by_the_next_without_reading_again(
     keys: Path, capsys: pytest.CaptureFixture[str], word: str, num_left: int
 ) -> None:
-    """Of two namespaces: a `finish` that goes on looks at what is left alone. A copy that was lost is made again."""
+    """Of two namespaces: a `finish` that continues reads only what is left. A copy that was lost is made again."""
     prompts = (PROMPT, replace(PROMPT, model="another"))
     in_loop(save(*prompts))
     write_keys(keys, [("red", 1, 1), ("red", 0, 0)])

@@ -127,7 +127,7 @@ async def save(store: EncryptedStore, prompts: Sequence[Prompt]) -> None:
 
 
 async def check_exact(store: EncryptedStore, prompt: Prompt) -> None:
-    """The whole prompt is a hit, read from the tiers anew, and each record is what was saved, to the last bit."""
+    """The whole prompt is a hit, read from the tiers again, and each record is what was saved, to the last bit."""
     for key in store.generations(prompt.tenant):
         assert key is not None
         await store.operations.forget([key.named(record.key) for record in prompt.records()])
@@ -230,7 +230,7 @@ async def rotate(
     """Save, change the keys, copy and finish with a kill at each of the points, read all the while.
 
     Returns:
-        How often a run was killed, by verb and word, how many prompts were read meanwhile, and seconds.
+        How often a run was killed, by verb and word, how many prompts were read during it, and seconds.
     """
     prompts = red_prompts(num_records)
     others = [Prompt(ATTENTION, f"other {number}", 128, tenant="blue", payload_bytes=600) for number in range(3)]
@@ -255,7 +255,7 @@ async def rotate(
         seen["read"] = reading.result()
     with timed(seen, "check"):
         await check_complete(fleet, prompts, others)
-        write_keys(fleet.keys, [("red", 2, 2), *BLUE])  # the old key is not needed any more, and nobody misses it
+        write_keys(fleet.keys, [("red", 2, 2), *BLUE])  # the old key is not needed any more
         async with fleet.service() as store:
             for description in {prompt.namespace: prompt.description for prompt in (*prompts, *others)}.values():
                 await store.open_namespace(description, deadline=soon())

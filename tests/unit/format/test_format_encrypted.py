@@ -141,7 +141,7 @@ def test_notes_of_key_ids_round_trip(checks: dict[int, bytes]) -> None:
     ],
 )
 def test_what_is_no_note_is_corrupt_and_a_newer_one_is_not(data: bytes) -> None:
-    """Damage is made anew, what a newer release wrote is left alone."""
+    """A damaged note is written again; that of a newer release is not changed."""
     with pytest.raises(CorruptRecord):
         parse_key_ids(data)
     with pytest.raises(UnsupportedFormat):

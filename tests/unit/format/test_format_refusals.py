@@ -65,7 +65,7 @@ def test_spans_that_do_not_fit_the_kind_are_neither_written_nor_read(kind: Recor
 
 
 def test_a_newer_version_is_unsupported_and_not_corrupt() -> None:
-    """Headers of version 2, of our length, shorter or longer, are told apart from damage as long as they are intact."""
+    """Headers of version 2, of our length, shorter or longer, are distinguished from damage while they are intact."""
     packed = header().pack()
     newer = resealed(packed, 4, b"\x02\x00")
     longer = bytearray(newer + bytes(64) + b"payload")
