@@ -126,8 +126,8 @@ class TestContract:
         assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
 
     async def test_one_owner_of_two_dies(self, shared: Shared) -> None:
-        """An entry that the other owner finished or released may be claimed once the lease of the dead one has ended. It
-        then has no other owner."""
+        """An entry that the other owner finished or released may be claimed once the lease of the dead one has ended;
+        it then has no other owner."""
         dead, second, third = [await shared.make() for _ in range(3)]
         finished, given_back = entries(1, 2)
         keys = [finished.key, given_back.key]
