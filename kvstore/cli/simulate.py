@@ -21,8 +21,15 @@ from kvstore.cli.options import parse_size
 from kvstore.cli.printing import print_table, progress_bar, table_of
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import AUTO, CANDIDATES
-from kvstore.eviction.replay import CLAIRVOYANT, ReplayPlan, ReplayResult, check_policy, replay
-from kvstore.eviction.trace import TracedPrompt, read_trace
+from kvstore.eviction.replay import (
+    CLAIRVOYANT,
+    ReplayPlan,
+    ReplayResult,
+    TracedPrompt,
+    check_policy,
+    read_trace,
+    replay,
+)
 
 __all__ = ["simulate"]
 
