@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import socket
-import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,10 +104,7 @@ class Acceptor:
             newcomer.end_with(task.cancel)
 
     async def _connect(self, sock: socket.socket, newcomer: Newcomer) -> None:
-        context: ssl.SSLContext | None = None
-        if self._tls is not None:
-            self._tls.refresh()  # so that this peer sees a renewed certificate
-            context = self._tls.context
+        context = None if self._tls is None else self._tls.value  # the latest: certificates are renewed
         made = self._protocol(newcomer)
         try:
             transport, _ = await self._loop.connect_accepted_socket(

@@ -64,7 +64,7 @@ class Server:
         self._tracing = tracing
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
-        self._tls = tls
+        self.tls = tls
         self._answers = Answers(store, self.describe, settings or {})
         self._credentials = credentials
         self._admission = PeerAdmission(token, credentials)
@@ -88,7 +88,7 @@ class Server:
         handshake_s = self._limits.hello_timeout_s
         for address in addresses:
             self.listeners.append(
-                await Listener.open(address, self._new_peer, self._newcomers, self._tls, handshake_s=handshake_s)
+                await Listener.open(address, self._new_peer, self._newcomers, self.tls, handshake_s=handshake_s)
             )
             _log.info("listening address=%s", self.listeners[-1].address)
         if not len(self._looking):
@@ -138,8 +138,10 @@ class Server:
     async def _look_again_and_again(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if isinstance(self._credentials, CredentialsFile) and await asyncio.to_thread(self._credentials.look):
+            if isinstance(self._credentials, CredentialsFile) and await asyncio.to_thread(self._credentials.file.poll):
                 self._end_those_without_credential()
+            if self.tls is not None:
+                await asyncio.to_thread(self.tls.poll)
             self._end_those_that_do_not_read(SYSTEM_CLOCK.monotonic_s())
 
     def _end_those_without_credential(self) -> None:

@@ -162,7 +162,11 @@ class Watcher:
         self._rules = dict(rules)
 
     def _num_read(self) -> tuple[int, int]:
-        return (self._credentials.num_read, self._credentials.num_refused) if self._credentials is not None else (0, 0)
+        return (
+            (self._credentials.file.num_loaded, self._credentials.file.num_refused)
+            if self._credentials is not None
+            else (0, 0)
+        )
 
     def _tell_credentials(self) -> None:
         before, self._credentials_read = self._credentials_read, self._num_read()

@@ -378,14 +378,14 @@ async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: 
 
 def test_steps_are_pure_and_in_order(keys: Path) -> None:
     """The first step changes nothing; the second knows what is current, foreign, forged, and what is the same."""
-    from kvstore.store.key_ring import open_key_source
+    from kvstore.store.key_ring import watch_keys
 
     record = PROMPT.records()[0]
     assert [InitialStep.number, KeyStep.number] == [1, 2]
     assert InitialStep().rewrite(record, "red").verdict is Verdict.CURRENT
     assert InitialStep().target("red") is None and InitialStep().is_same(record, record, "red")
     write_keys(keys, [("red", 2, 2), ("red", 0, 0)])
-    step = KeyStep(open_key_source(str(keys)).ring)
+    step = KeyStep(watch_keys(str(keys)).value)
     made = step.rewrite(record, "red")
     assert made.verdict is Verdict.REWRITTEN and made.record is not None
     assert step.rewrite(made.record, "red").verdict is Verdict.CURRENT
@@ -393,6 +393,6 @@ def test_steps_are_pure_and_in_order(keys: Path) -> None:
     assert not step.is_same(PROMPT.records()[1], made.record, "red")
     assert step.target("nobody") is None
     write_keys(keys, [("red", 3, 3), ("red", 2, 9)])
-    wrong = KeyStep(open_key_source(str(keys)).ring)
+    wrong = KeyStep(watch_keys(str(keys)).value)
     assert wrong.rewrite(made.record, "red").verdict is Verdict.REFUSED
     assert wrong.rewrite(record, "red").verdict is Verdict.FOREIGN

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import kvstore
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
 from kvstore.service.credentials import Credentials
 from kvstore.service.history import History
@@ -116,7 +116,9 @@ async def _open(service: Administered) -> AdminPort | None:
         )
         return None
     _tell_start(service)
-    return AdminPort(sock, service, service.settings.tls() if address.tls else None)
+    if address.tls and service.server.tls is None:
+        raise InternalError("the administration port needs the service's TLS certificate")
+    return AdminPort(sock, service, service.server.tls if address.tls else None)
 
 
 def _tell_start(service: Administered) -> None:
@@ -154,7 +156,7 @@ class AdminPort:
     Args:
         sock: Bound and listening; owned from now on.
         service: What is administered.
-        tls: What it shows, where it speaks TLS; not shared with the data port, which looks for renewals on its own.
+        tls: What it shows, where it speaks TLS; the server polls it for renewals.
     """
 
     def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None = None) -> None:

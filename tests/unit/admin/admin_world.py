@@ -105,7 +105,7 @@ async def world(folder: Path, *, with_tokens: bool = True, **flags: object) -> A
     settings = load_settings({**own, "admin_listen": "127.0.0.1:0", "listen": f"unix:{folder / 'socket'}", **flags})
     credentials = CredentialsFile(path) if path is not None else None
     async with open_served_store(settings) as store:
-        server = Server(store, credentials=credentials)
+        server = Server(store, credentials=credentials, tls=settings.tls())
         try:
             await server.listen([parse_address(str(settings.listen))])
             async with admin_port(Administered(settings, credentials, store, server)) as port:

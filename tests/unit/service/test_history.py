@@ -140,7 +140,7 @@ async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Pa
     for text in ("", "wrong"):
         path.write_text(path.read_text() + text)
         for _ in range(2):
-            credentials.look()
+            credentials.file.poll()
         await watcher.step()
     assert [(event.kind, event.detail.get("tokens")) for event in events.after(0)] == [
         (EventKind.SETTINGS, 2),
