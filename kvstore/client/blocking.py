@@ -22,9 +22,9 @@ from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.affinity import leave_pinned_core
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.machine import leave_pinned_core
 
 __all__ = ["BlockingStore"]
 

@@ -12,7 +12,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.options import ClientOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.arena import ArenaView, Place
-from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.machine import fresh_buffer
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
 from kvstore.wire.failures import raise_error

@@ -8,8 +8,7 @@ from itertools import count
 from typing import ClassVar
 
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, let_go
 
 __all__ = ["FreeNodes", "Policy"]
 

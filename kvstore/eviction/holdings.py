@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.eviction.base import Policy
 from kvstore.eviction.prefixes import Key, Node
-from kvstore.runtime.collector import let_go
+from kvstore.runtime.pauses import let_go
 
 __all__ = ["Holdings", "Pool", "Quota"]
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvstore.eviction.base import FreeNodes, Policy
 from kvstore.eviction.prefixes import Key, Node
-from kvstore.runtime.collector import let_go
+from kvstore.runtime.pauses import let_go
 
 __all__ = ["S3Fifo"]
 

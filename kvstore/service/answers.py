@@ -13,7 +13,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import LongWork
+from kvstore.runtime.turns import LongWork
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 

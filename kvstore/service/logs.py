@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from kvstore.runtime.log_context import request_context
+from kvstore.runtime.tracing import request_context
 from kvstore.service.secrets import without_secrets
 
 __all__ = ["LogFormat", "ServiceFormatter", "log_to_stderr", "shape_logs"]

@@ -11,9 +11,8 @@ import kvstore
 from kvstore.api import PageStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import Background
-from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
 from kvstore.service.admission import NO_TENANT, PeerAdmission
 from kvstore.service.answers import Answers

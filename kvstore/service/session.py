@@ -15,12 +15,10 @@ from kvstore.api import LeaseId, Progress
 from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
-from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.log_context import RequestContext, request_context
-from kvstore.runtime.long_work import still_working
-from kvstore.runtime.shares import Shares
-from kvstore.runtime.tracing import Tracing
+from kvstore.runtime.tracing import RequestContext, Tracing, request_context
+from kvstore.runtime.turns import still_working
 from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
 from kvstore.service.credentials import Grant, Scope

@@ -17,9 +17,9 @@ from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
-from kvstore.runtime.collector import collector_paused, collector_spared, let_go
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.pauses import collector_paused, collector_spared, let_go
 from kvstore.store.departures import Departures
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.retention_plan import LeavingPlan, broken_of, incomplete_of, plan_leaving

@@ -11,8 +11,7 @@ from kvstore.catalog.entry import Level
 from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, let_go
 
 __all__ = ["Leaver", "LeavingPlan", "broken_of", "incomplete_of", "plan_leaving"]
 

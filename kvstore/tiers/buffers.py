@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import InvalidRequest
-from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.machine import fresh_buffer
 
 __all__ = ["allocate_exactly"]
 

@@ -11,8 +11,8 @@ from kvstore.errors import Closed, InternalError, InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.arena import Arena
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.machine import fresh_buffer
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.runtime.events import EventKind, Events
-from kvstore.runtime.log_context import RequestContext, request_context
+from kvstore.runtime.tracing import RequestContext, request_context
 from kvstore.service.admin.access import OPEN_PATHS, Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import cast
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.machine import fresh_buffer
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_form
 from kvstore.tiers.redis.resp import Argument, ErrorReply, ProtocolError, Reply, ReplyParser, encode_command, joined

@@ -10,7 +10,7 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import MAX_RECORD_BYTES, RunningChecksum
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.machine import fresh_buffer
 from kvstore.tiers.redis.replies import strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, Part, is_striped, parts_behind, parts_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InternalError
-from kvstore.runtime.shares import Shares
+from kvstore.runtime.budget import Shares
 
 
 @pytest.mark.parametrize("num_tenants", [1, 2, 7])

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, let_go
 
 KEYS = st.binary(min_size=1, max_size=3) | st.integers(0, 200)
 

@@ -17,7 +17,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.options import ClientOptions
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.log_context import NO_REQUEST, RequestContext, request_context
+from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
 from kvstore.service.credentials import Credentials
 from kvstore.service.logs import ServiceFormatter, shape_logs
 from kvstore.service.secrets import secrets_of
