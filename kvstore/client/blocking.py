@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
-from kvstore.client.connecting import EmbeddedOptions, connect
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions
+from kvstore.client.remote import EmbeddedOptions, connect
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from kvstore.client.connection import Connection
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline

@@ -1,16 +1,18 @@
-"""`RemoteStore`: the page store of a service in another process."""
+"""`connect` and `RemoteStore`: the page store of a service in another process."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
-from kvstore.client.connection import Connection, Silent
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection, Silent
+from kvstore.client.embedded import EmbeddedOptions, EmbeddedService
 from kvstore.client.pool import Pool
 from kvstore.client.reports import Reports
 from kvstore.client.sharing import SharedRecords
@@ -21,9 +23,9 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
-from kvstore.wire.address import Address
+from kvstore.wire.address import Address, TcpAddress, parse_address
 
-__all__ = ["RemoteStore"]
+__all__ = ["EMBEDDED", "EmbeddedOptions", "RemoteStore", "connect"]
 
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
@@ -293,3 +295,39 @@ async def _open_namespace(connection: Connection, description: NamespaceDescript
         lambda i, ms: messages.OpenNamespace(i, ms, description.canonical), messages.NamespaceOpened, deadline=deadline
     )
     return convert.parse_namespace(answer.namespace, "namespace_opened.namespace")
+
+
+EMBEDDED = "embedded:"
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    options: ClientOptions | None = None,
+    embedded: EmbeddedOptions | None = None,
+) -> RemoteStore:
+    """A store at `url`. Neither blocks nor fails when there is no service; the store's calls do, until there is one.
+
+    Args:
+        url: `unix:/path`, `tcp://host:port`, `tls://host:port`, or `embedded:` for a private service that is started
+            when needed.
+        token: The content of the service's `token_file`, if it has one.
+        options: Times and counts.
+        embedded: Directory and sizes of the private service.
+
+    Raises:
+        InvalidRequest: `url` is none of these, or a file of `options.tls` cannot be used.
+    """
+    options = options or ClientOptions()
+    options = replace(options, token=token or options.token, name=options.name or f"pid {os.getpid()}")
+    if url == EMBEDDED:
+        return RemoteStore(EmbeddedService(embedded or EmbeddedOptions()).ensure, url, options)
+    address = parse_address(url)
+    if isinstance(address, TcpAddress) and address.tls:
+        options.tls.context()  # so that unusable files are reported now, not at every attempt to connect
+
+    async def locate() -> Address:
+        return address
+
+    return RemoteStore(locate, url, options)

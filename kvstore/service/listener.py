@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import Background
-from kvstore.service.newcomers import Newcomer, Newcomers
+from kvstore.service.limits import Newcomer, Newcomers
 from kvstore.wire.address import Address, UnixAddress
 from kvstore.wire.tls import ServerTls
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvstore.runtime.tracing import request_context
-from kvstore.service.secrets import without_secrets
+from kvstore.service.reported_settings import without_secrets
 
 __all__ = ["LogFormat", "ServiceFormatter", "log_to_stderr", "shape_logs"]
 

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import logging.handlers
 import os
 import resource
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
-from kvstore.client.embedded import default_directory, private_socket_path
+from kvstore.api import PageStore
+from kvstore.client.embedded import default_directory, private_socket_path, try_lock
 from kvstore.compose_encryption import open_served_store
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.runtime.background import on_loose_exception
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.tracing import Tracing
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.credentials import CredentialsFile
-from kvstore.service.logs import log_to_stderr, shape_logs
-from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
-from kvstore.service.running import serve_until_told
-from kvstore.service.secrets import secrets_of
+from kvstore.service.authentication import Credentials, CredentialsFile, read_token
+from kvstore.service.limits import ServiceLimits
+from kvstore.service.listener import unix_accepts
+from kvstore.service.logs import ServiceFormatter, log_to_stderr, shape_logs
+from kvstore.service.reported_settings import secrets_of, told_settings
 from kvstore.service.server import Server
-from kvstore.service.token_file import read_token
-from kvstore.service.told_settings import told_settings
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
-from kvstore.wire.address import TcpAddress
+from kvstore.wire.address import Address, TcpAddress
+from kvstore.wire.tls import ServerTls
 
-__all__ = ["main", "serve_embedded", "serve_settings"]
+__all__ = [
+    "AnotherRuns",
+    "detach",
+    "log_to",
+    "main",
+    "only_service_of",
+    "serve_embedded",
+    "serve_settings",
+    "serve_until_told",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -159,3 +176,135 @@ def _parser() -> argparse.ArgumentParser:
         option: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": "see the settings"}
         parser.add_argument("--" + name.replace("_", "-"), **option)
     return parser
+
+
+_IDLE_POLL_S = 0.1
+
+Store = TypeVar("Store", bound=PageStore)
+
+
+def _nothing_beside(_: PageStore, __: Server) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
+
+
+async def serve_until_told(
+    store: AbstractAsyncContextManager[Store],
+    addresses: Sequence[Address],
+    *,
+    limits: ServiceLimits | None = None,
+    token: str = "",
+    credentials: Credentials | None = None,
+    tls: ServerTls | None = None,
+    tracing: Tracing | None = None,
+    settings: Mapping[str, object] | None = None,
+    idle_exit_s: float | None = None,
+    on_ready: Callable[[Server], None] | None = None,
+    beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until there has been no client for `idle_exit_s`.
+
+    Args:
+        store: Opened first, closed last.
+        addresses: Where to listen.
+        limits: What peers can make the service hold.
+        token: Required of TCP peers, unless empty.
+        credentials: Tokens of tenants.
+        tls: For addresses that speak it.
+        tracing: Makes a span of each request.
+        settings: Told to peers that may see everything.
+        idle_exit_s: `None`: never ends by itself.
+        on_ready: Called when all addresses accept.
+        beside: Makes what else is open while it serves; opened after the addresses, closed before them.
+
+    Raises:
+        KVStoreError: The store does not open, or an address cannot be listened on.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_loose_exception)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with store as opened:
+        server = Server(opened, limits, token, credentials, tls, tracing=tracing, settings=settings)
+        try:
+            await server.listen(addresses)
+            async with beside(opened, server):
+                if on_ready is not None:
+                    on_ready(server)
+                await _until(stop, server, idle_exit_s)
+        finally:
+            await server.aclose()
+    _log.info("stopped")
+
+
+async def _until(stop: asyncio.Event, server: Server, idle_exit_s: float | None) -> None:
+    if idle_exit_s is None:
+        await stop.wait()
+        return
+    while not stop.is_set() and server.quiet_s < idle_exit_s:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_POLL_S):
+                await stop.wait()
+
+
+_LOCK_S = 15.0
+_POLL_S = 0.05
+_LOG_BYTES_MAX = 1 << 20
+
+
+class AnotherRuns(Unavailable):
+    """The directory has its service already; this one is not needed."""
+
+
+@contextmanager
+def only_service_of(directory: Path, socket_path: Path) -> Iterator[None]:
+    """Hold the directory's lock; wait for a predecessor that is closing.
+
+    Raises:
+        AnotherRuns: Another service holds the lock and accepts clients, or does not release it.
+    """
+    run = directory / "run"
+    run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(run / "service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        ends_s = SYSTEM_CLOCK.monotonic_s() + _LOCK_S
+        while not try_lock(descriptor):
+            if unix_accepts(str(socket_path)) or SYSTEM_CLOCK.monotonic_s() > ends_s:
+                raise AnotherRuns("another service holds this directory", directory=directory)
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)  # frees the lock, as the end of the process would
+
+
+def detach() -> Callable[[int], None]:
+    """Continue in a forked child. The calling process exits with the status that the child reports, which leaves the
+    child without a parent.
+
+    An engine that ends kills all its descendants, but the service must outlive it, for the next one. The status shows
+    the process that started us whether that worked.
+
+    Returns:
+        Reports the status, 0 for "ready"; only the first call counts.
+    """
+    ours, theirs = os.pipe()
+    if os.fork() > 0:
+        os.close(theirs)
+        told = os.read(ours, 1)
+        os._exit(told[0] if told else 1)  # no status: the child died
+    os.close(ours)
+
+    def tell(status: int) -> None:
+        with suppress(BrokenPipeError):  # the parent was killed; that changes nothing for us
+            os.write(theirs, bytes([status]))
+
+    return tell
+
+
+def log_to(path: Path) -> None:
+    """Log to `path` and one rotated file beside it, a megabyte each."""
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES_MAX, backupCount=1)
+    handler.setFormatter(ServiceFormatter("%(asctime)s %(process)d %(levelname)s %(name)s: "))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)

@@ -14,12 +14,10 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.tracing import Tracing
-from kvstore.service.admission import NO_TENANT, PeerAdmission
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Credentials, CredentialsFile
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.authentication import NO_TENANT, Credentials, CredentialsFile, PeerAdmission
+from kvstore.service.limits import Newcomer, Newcomers, ServiceLimits
 from kvstore.service.listener import Listener
-from kvstore.service.newcomers import Newcomer, Newcomers
 from kvstore.service.session import Session
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls

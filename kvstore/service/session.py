@@ -19,18 +19,14 @@ from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import RequestContext, Tracing, request_context
 from kvstore.runtime.turns import still_working
-from kvstore.service.admission import NO_TENANT
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Grant, Scope
+from kvstore.service.authentication import NO_TENANT, Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
-from kvstore.service.limits import ServiceLimits
-from kvstore.service.newcomers import Newcomer
-from kvstore.service.stalls import PROGRESS_BYTES, Stall
+from kvstore.service.limits import PROGRESS_BYTES, Newcomer, ServiceLimits, Stall
 from kvstore.wire import messages
 from kvstore.wire.convert import plain_text
-from kvstore.wire.failures import error_of
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
-from kvstore.wire.messages import PROTOCOL_VERSION, Message
+from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
 from kvstore.wire.protocol import FrameConnection
 
 __all__ = ["Admission", "Session"]

@@ -16,7 +16,7 @@ import uvloop
 
 import kvstore
 from kvstore.api import PageStore
-from kvstore.service.running import serve_until_told
+from kvstore.service.main import serve_until_told
 from kvstore.testing.dict_store import DictStore
 from kvstore.wire.address import TcpAddress, parse_address
 

@@ -15,7 +15,7 @@ from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.events import EventKind
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from tests.unit.admin.admin_world import World, ended, soon, world

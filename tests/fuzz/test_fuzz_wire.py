@@ -16,7 +16,7 @@ import pytest
 from kvstore.errors import KVStoreError
 from kvstore.runtime.budget import ByteBudget
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.session import Session
 from kvstore.testing.dict_store import DictStore
@@ -24,9 +24,8 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
-from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import LATER, FrameReader, Head, Later
-from kvstore.wire.messages import decode, encode
+from kvstore.wire.messages import decode, encode, raise_error
 from kvstore.wire.protocol import FrameConnection
 from tests.fuzz.inputs import bounded_memory, fuzz, mutated, pieces
 

@@ -28,7 +28,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
-from kvstore.wire.failures import raise_error
+from kvstore.wire.messages import raise_error
 
 FILES = sorted(Path(__file__).parent.glob("wire-v1-*.jsonl"))
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

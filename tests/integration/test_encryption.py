@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
 from kvstore.format.record import HEADER_BYTES, seal
 from kvstore.model.keys import RecordKey
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encrypted import EncryptedStore

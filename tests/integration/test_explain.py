@@ -25,7 +25,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore

@@ -19,7 +19,7 @@ from kvstore.compose import open_store
 from kvstore.doctor.finding import Finding, Verdict
 from kvstore.doctor.running import run_checks
 from kvstore.doctor.service import ServiceAddress, service_check
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service.limits import ServiceLimits
-from kvstore.service.newcomers import Newcomers
+from kvstore.service.limits import Newcomers, ServiceLimits
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
 from kvstore.testing.dict_store import DictStore

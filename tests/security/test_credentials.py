@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.testing.attacked import HEALTHY, AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports

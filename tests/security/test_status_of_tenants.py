@@ -12,7 +12,7 @@ from kvstore.cli.status_findings import findings
 from kvstore.cli.status_page import page_of
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore

@@ -14,8 +14,7 @@ from starlette.types import Scope as AsgiScope
 from kvstore.service.admin.dashboard_files import is_dashboard
 from kvstore.service.admin.local_user import is_own_user
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Credentials, Grant, Scope
-from kvstore.service.failures import FailureLimit
+from kvstore.service.authentication import Credentials, FailureLimit, Grant, Scope
 
 __all__ = ["OPEN_PATHS", "Access", "Administrator", "Operator", "OperatorAdministrator", "Reader", "is_open"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvstore.service.limits import Newcomer, Newcomers
 from kvstore.service.listener import Acceptor
-from kvstore.service.newcomers import Newcomer, Newcomers
 from kvstore.wire.tls import ServerTls
 
 __all__ = ["AdminServer"]

@@ -16,7 +16,7 @@ from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess, Namespace
 from kvstore.service.admin.followers import Followers
 from kvstore.service.admin.job_board import JobBoard
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.service.history import History
 from kvstore.store.key_ring import Generation
 from kvstore.store.operations import StoreOperations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 
 __all__ = ["Job", "JobKind", "JobState"]
 

@@ -13,7 +13,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.service.admin.job import Job, JobKind, JobState
 from kvstore.service.admin.job_keeper import KEEP_S, JobKeeper
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 
 __all__ = ["JobBoard", "Work"]
 

@@ -21,7 +21,7 @@ from kvstore.service.admin.job import Job, JobKind
 from kvstore.service.admin.jobs import JobStatus, status_of
 from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.reindexing import ReindexReport, reindex_level
 from kvstore.store.verification import ByteRate, Findings, count_records, verify_tier
 

@@ -9,7 +9,7 @@ from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import EntryTable, Level
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.service.admin.context import AdminContext
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
 

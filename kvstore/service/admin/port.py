@@ -16,10 +16,9 @@ from importlib.util import find_spec
 import kvstore
 from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
-from kvstore.service.credentials import Credentials
-from kvstore.service.history import History
+from kvstore.service.authentication import Credentials
+from kvstore.service.history import History, Watcher
 from kvstore.service.server import Server
-from kvstore.service.watching import Watcher
 from kvstore.settings import Settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore

@@ -14,7 +14,7 @@ from kvstore.service.admin.access import OperatorAdministrator, Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.parameters import FROM_WHOLE
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.standing_orders import StandingOrders
 
 __all__ = ["router"]

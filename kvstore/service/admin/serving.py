@@ -25,7 +25,7 @@ from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.admin.job_keeper import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
-from kvstore.service.told_settings import told_settings
+from kvstore.service.reported_settings import told_settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.wire.tls import ServerTls
 

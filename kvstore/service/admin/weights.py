@@ -15,7 +15,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import Amount, amounts_of, sum_of
 from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.standing_orders import WEIGHTS_FIELD, StandingOrders
 
 __all__ = ["router", "weights_of"]

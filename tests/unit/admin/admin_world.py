@@ -16,7 +16,7 @@ from kvstore.api import Ack
 from kvstore.compose_encryption import open_served_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
-from kvstore.service.credentials import CredentialsFile
+from kvstore.service.authentication import CredentialsFile
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encrypted import EncryptedStore

@@ -22,7 +22,7 @@ from kvstore.cli.main import main
 from kvstore.model.prefix_chain import PlainChain
 from kvstore.service.admin.job import Job
 from kvstore.service.admin.job_board import JobBoard
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate

@@ -17,9 +17,8 @@ import pytest
 from kvstore.api import Deadline
 from kvstore.client import RemoteStore, connect
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.limits import Newcomers, ServiceLimits
 from kvstore.service.listener import Listener
-from kvstore.service.newcomers import Newcomers
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt

@@ -14,7 +14,7 @@ from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials, CredentialsFile, Scope, read_credentials
+from kvstore.service.authentication import Credentials, CredentialsFile, Scope, read_credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.service.told_settings import named_credentials, settings_of, told_settings
+from kvstore.service.reported_settings import named_credentials, settings_of, told_settings
 from kvstore.settings import Settings, load_settings, settings_from
 
 PASSWORD, TOKEN, KEY, QUERY = "p@ss:w/örd", "a-token-of-tcp-peers", "vault-token-1234", "api-key-5678"

@@ -13,8 +13,7 @@ from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.wire import convert, messages
-from kvstore.wire.failures import error_of, raise_error
-from kvstore.wire.messages import decode, encode
+from kvstore.wire.messages import decode, encode, error_of, raise_error
 
 ALL = [
     cls

@@ -1,20 +1,20 @@
-"""The settings that a service works with, for tools that ask it: without secrets, each with where it came from."""
+"""The settings that a service runs with, as it reports them to tools; and the secrets that no text may show."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
-from kvstore.service.secrets import HIDDEN, secrets_of, without_secrets
-from kvstore.settings import Settings, settings_from
+from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
 from kvstore.tiers.locations import RedisLocation, S3Location, parse_hot
 
-__all__ = ["named_credentials", "settings_of", "told_settings"]
+__all__ = ["named_credentials", "secrets_of", "settings_of", "told_settings", "without_secrets"]
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -137,3 +137,40 @@ def _first(names: Sequence[str]) -> str | None:
 
 def _quota(quota: Quota) -> str:
     return f"{quota.guaranteed_bytes or ''}:{quota.maximum_bytes if quota.maximum_bytes is not None else ''}"
+
+
+_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", TOKEN_VARIABLE)
+_TOKEN_BYTES_MAX = 4096
+HIDDEN = "***"
+
+
+def secrets_of(settings: Settings) -> list[str]:
+    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that no secret is
+    hidden only in part because another one is contained in it.
+    """
+    hot, cold = settings.hot, settings.cold
+    found = [hot.password] if isinstance(hot, RedisLocation) else []
+    if isinstance(cold, S3Location) and cold.endpoint_url is not None:
+        found.append(urlsplit(cold.endpoint_url).password)
+    if settings.token_file is not None:
+        try:
+            with settings.token_file.open("rb") as file:
+                found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
+        except OSError:
+            pass  # reported where the token is needed
+    found += [os.getenv(name) for name in _VARIABLES]
+    spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
+    return sorted(spellings, key=len, reverse=True)
+
+
+def _spellings(secret: str) -> tuple[str, ...]:
+    """A secret as it is, in a url, and quoted by Python and JSON."""
+    return secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1], json.dumps(secret)[1:-1]
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """A text with each secret hidden."""
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return text
