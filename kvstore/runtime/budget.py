@@ -1,88 +1,14 @@
-"""Bounds on what is held at a time: byte budgets that are waited for, and the shares of tenants."""
+"""Bounds on what is held at a time: the shares of tenants, and byte budgets that a caller can wait for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 
 from kvstore.errors import InternalError, InvalidRequest
 
 __all__ = ["ByteBudget", "Grant", "Shares", "share_left"]
-
-
-@dataclass(eq=False, slots=True)
-class Grant:
-    """A receipt for `num_bytes` of a budget; give it back exactly once with `ByteBudget.give_back`."""
-
-    num_bytes: int
-    returned: bool = False
-
-
-class ByteBudget:
-    """At most `limit_bytes` granted at a time, first come first served."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        if limit_bytes <= 0:
-            raise InvalidRequest("a byte budget must be positive", limit_bytes=limit_bytes)
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._waiters: deque[tuple[int, asyncio.Future[Grant]]] = deque()
-
-    def try_take(self, num_bytes: int) -> Grant | None:
-        """Grant without waiting; `None`: too few bytes are free, or others wait already."""
-        if self._waiters or self.used_bytes + num_bytes > self.limit_bytes:
-            return None
-        self.used_bytes += num_bytes
-        return Grant(num_bytes)
-
-    async def take(self, num_bytes: int) -> Grant:
-        """Wait until `num_bytes` are free.
-
-        Raises:
-            InvalidRequest: More than the whole budget was asked for; it would wait forever.
-
-        If cancelled, nothing stays granted.
-        """
-        if num_bytes > self.limit_bytes:
-            raise InvalidRequest("asked for more than the whole budget", asked=num_bytes, limit_bytes=self.limit_bytes)
-        if (grant := self.try_take(num_bytes)) is not None:
-            return grant
-        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        waiter = (num_bytes, future)
-        self._waiters.append(waiter)
-        try:
-            return await future
-        except BaseException:
-            if future.done() and not future.cancelled():
-                self.give_back(future.result())
-            else:
-                self._waiters.remove(waiter)
-                self._wake()
-            raise
-
-    def give_back(self, grant: Grant) -> None:
-        """Return a grant's bytes and wake the waiters that fit now."""
-        if grant.returned:
-            raise InternalError("a byte grant was given back twice", num_bytes=grant.num_bytes)
-        grant.returned = True
-        self.used_bytes -= grant.num_bytes
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiters:
-            num_bytes, future = self._waiters[0]
-            if future.done():
-                if future.cancelled():  # its waiter removes the entry and calls `_wake` again
-                    return
-                self._waiters.popleft()
-                continue
-            if self.used_bytes + num_bytes > self.limit_bytes:
-                return
-            self._waiters.popleft()
-            self.used_bytes += num_bytes
-            future.set_result(Grant(num_bytes))
-
 
 _TIMES_FREE = 3
 
@@ -93,7 +19,7 @@ def share_left(limit: int, used: int, held: int, *, tenant: str) -> int:
     Args:
         limit: How much there is.
         used: What all hold together.
-        held: What this one holds.
+        held: What this tenant holds.
         tenant: Its name.
     """
     free = max(0, limit - used)
@@ -103,7 +29,7 @@ def share_left(limit: int, used: int, held: int, *, tenant: str) -> int:
 class Shares:
     """Counts what tenants hold of something limited: leases, bytes, namespaces.
 
-    A tenant may hold up to three times what is left free. So a single one may have three quarters, two that want all
+    A tenant may hold up to three times what is left free. So a single tenant may have three quarters, two that want all
     have three sevenths each, and something is always left for one more. The tenant without a name is this service's own
     user: it may hold all that is free.
 
@@ -132,7 +58,7 @@ class Shares:
         return True
 
     def take(self, tenant: str, amount: int) -> None:
-        """Note what a tenant has in any case."""
+        """Count what a tenant has, even if that is more than its share."""
         self._used[tenant] += amount
         self.used += amount
 
@@ -148,3 +74,102 @@ class Shares:
         if not self._used[tenant]:
             del self._used[tenant]
         self.used -= amount
+
+
+@dataclass(eq=False, slots=True)
+class Grant:
+    """A receipt for `num_bytes` of a budget; give it back exactly once with `ByteBudget.give_back`."""
+
+    num_bytes: int
+    tenant: str = ""
+    returned: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    num_bytes: int
+    tenant: str
+    future: asyncio.Future[Grant]
+
+
+class ByteBudget:
+    """At most `limit_bytes` granted at a time, first come first served.
+
+    Tenants share the budget by the rule of `Shares`. A tenant that holds nothing may also take more than its share, so
+    that one large item never waits for ever. Waiting for its share, a tenant delays no other one.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        if limit_bytes <= 0:
+            raise InvalidRequest("a byte budget must be positive", limit_bytes=limit_bytes)
+        self.limit_bytes = limit_bytes
+        self._shares = Shares(limit_bytes)
+        self._waiters: list[_Waiter] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are granted now."""
+        return self._shares.used
+
+    def try_take(self, num_bytes: int, tenant: str = "") -> Grant | None:
+        """Grant without waiting; `None`: too few bytes are free, or others wait for them already."""
+        is_behind = any(one.tenant == tenant or self._lacks_room(one.num_bytes) for one in self._waiters)
+        return None if is_behind or not self._fits(num_bytes, tenant) else self._grant(num_bytes, tenant)
+
+    async def take(self, num_bytes: int, tenant: str = "") -> Grant:
+        """Wait until `num_bytes` are free.
+
+        Raises:
+            InvalidRequest: More than the whole budget was asked for; it would wait forever.
+
+        If cancelled, nothing stays granted.
+        """
+        if num_bytes > self.limit_bytes:
+            raise InvalidRequest("asked for more than the whole budget", asked=num_bytes, limit_bytes=self.limit_bytes)
+        if (grant := self.try_take(num_bytes, tenant)) is not None:
+            return grant
+        waiter = _Waiter(num_bytes, tenant, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            return await waiter.future
+        except BaseException:
+            if waiter.future.done() and not waiter.future.cancelled():
+                self.give_back(waiter.future.result())
+            else:
+                self._waiters.remove(waiter)
+                self._wake()
+            raise
+
+    def give_back(self, grant: Grant) -> None:
+        """Return a grant's bytes and wake the waiters that fit now."""
+        if grant.returned:
+            raise InternalError("a byte grant was given back twice", num_bytes=grant.num_bytes)
+        grant.returned = True
+        self._shares.give_back(grant.tenant, grant.num_bytes)
+        self._wake()
+
+    def _grant(self, num_bytes: int, tenant: str) -> Grant:
+        self._shares.take(tenant, num_bytes)
+        return Grant(num_bytes, tenant)
+
+    def _lacks_room(self, num_bytes: int) -> bool:
+        return num_bytes > self.limit_bytes - self._shares.used
+
+    def _fits(self, num_bytes: int, tenant: str) -> bool:
+        if self._lacks_room(num_bytes):
+            return False
+        return num_bytes <= self._shares.left_for(tenant) or not self._shares.used_by(tenant)
+
+    def _wake(self) -> None:
+        """Grant to the waiters that fit, in order; those that wait for their tenant's share are passed over."""
+        passed_over: set[str] = set()
+        for waiter in list(self._waiters):
+            if waiter.future.cancelled():  # its task removes it and calls `_wake` again
+                return
+            if self._lacks_room(waiter.num_bytes):
+                return
+            if waiter.tenant in passed_over or not self._fits(waiter.num_bytes, waiter.tenant):
+                passed_over.add(waiter.tenant)
+                continue
+            self._waiters.remove(waiter)
+            waiter.future.set_result(self._grant(waiter.num_bytes, waiter.tenant))

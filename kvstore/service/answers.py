@@ -38,7 +38,7 @@ class Answers:
     Args:
         store: Holds the pages.
         describe: The service's own part of `status`, for a tenant; empty: all of it.
-        settings: A part of `status` for peers that may see everything, as `told_settings` returns it.
+        settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
 
     A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
     """

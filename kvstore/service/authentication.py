@@ -1,4 +1,4 @@
-"""Who a peer is and what it may do: its token, and on a Unix socket its user. Files hold digests of tokens."""
+"""Who a peer is and what it may do: by its token, and on a Unix socket also by its user."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from kvstore.wire.protocol import FrameConnection
 __all__ = [
     "ALL_TENANTS",
     "NO_TENANT",
+    "Authenticator",
     "Credentials",
     "CredentialsFile",
     "FailureLimit",
     "Grant",
-    "PeerAdmission",
     "Scope",
     "read_credentials",
     "read_token",
@@ -45,6 +45,10 @@ ALL_TENANTS = "*"
 _log = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 16 << 20
+_TOKEN_BYTES_MAX = 4096
+
+NO_TENANT = ""
+"""The tenant of peers that are admitted without a token of a tenant."""
 
 
 class Scope(Enum):
@@ -60,13 +64,13 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token is good for.
+    """What the holder of a token may do.
 
     Attributes:
-        tenant: Whose it is; `None`: an operator's, for all tenants.
-        scopes: What it may do; `READ` is always among them.
-        name: What logs call its holder; of no help in guessing the token.
-        token_sha256: Of the token, in hex; empty: the grant stands in no credentials file.
+        tenant: The holder's tenant; `None`: an operator, for all tenants.
+        scopes: What the holder may do; `READ` is always among them.
+        name: What logs call the holder; it does not help to guess the token.
+        token_sha256: Of the token, in hex; empty: the grant is in no credentials file.
     """
 
     tenant: str | None
@@ -80,11 +84,11 @@ class Grant:
 
 
 class Credentials:
-    """Maps tokens to grants. Without any entry it admits nobody. `None` says that there are no credentials at all;
-    so that the two cannot be confused, this has no length and is never false.
+    """Maps tokens to grants. Without an entry it admits no token. `None` instead means that there are no credentials at
+    all; so that the two cannot be confused, this has no length and is never false.
 
-    The file holds the SHA-256 of the tokens, without salt and stretching: these protect passwords that people make up,
-    whereas a token is 32 random bytes, which no search will find.
+    A file holds the SHA-256 of each token, without salt and stretching: these protect passwords that people make up,
+    but a token is 32 random bytes, which no search finds.
 
     Args:
         grants: By the SHA-256 of a token, in hex, its grant, or just its tenant. A tenant may have several.
@@ -100,7 +104,7 @@ class Credentials:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are good for something."""
+        """How many tokens are valid."""
         return len(self._grants)
 
     def holds(self, grant: Grant) -> bool:
@@ -192,25 +196,20 @@ def _name_of(digest: str, tenant: str) -> str:
     return f"{tenant}/{digest[:8]}"
 
 
-_TOKEN_BYTES_MAX = 4096
-
-
 def read_token(path: Path) -> str:
     """The token in a file, without white space around it.
 
     Raises:
-        InvalidRequest: It cannot be read, is empty, or others than its owner may read it.
+        InvalidRequest: It cannot be read, is empty, or other users may read it.
     """
+    given = {"field": "token_file", "path": path}
+    content = read_guarded(path, what="token", field="token_file", mode_bits=0o077, bytes_max=_TOKEN_BYTES_MAX)
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise InvalidRequest("others may read the token: chmod 600 it", field="token_file", path=path)
-            token = file.read(_TOKEN_BYTES_MAX).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidRequest("cannot read the token", field="token_file", path=path, error=reason) from error
+        token = content.decode().strip()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("the token is not UTF-8", **given) from error
     if not token:
-        raise InvalidRequest("the token is empty", field="token_file", path=path)
+        raise InvalidRequest("the token file is empty", **given)
     return token
 
 
@@ -245,7 +244,7 @@ class FailureLimit:
         return math.ceil(left_s) if count >= self._failures_max and left_s > 0 else 0
 
     def failed(self, address: str) -> None:
-        """Note that an address has shown an unknown token."""
+        """Count a wrong token of an address."""
         now_s = self._clock.monotonic_s()
         started_s, count = self._counts.get(address, (float("-inf"), 0))
         if now_s - started_s >= self._window_s:
@@ -256,20 +255,17 @@ class FailureLimit:
             self._counts.popitem(last=False)
 
 
-NO_TENANT = ""
-"""The tenant of peers that are admitted without a credential of their own."""
-
-_ANYBODY = Grant(NO_TENANT)
+_WITHOUT_TENANT = Grant(NO_TENANT)
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
-class PeerAdmission:
+class Authenticator:
     """Checks a peer once, at its hello.
 
     Args:
         token: Admits a TCP peer without a tenant.
-        credentials: Tokens of tenants; with no entry they admit nobody. `None`: there are none. With neither these nor
-            a token every TCP peer is admitted: a service of settings refuses to start so.
+        credentials: Tokens of tenants; without an entry they admit no peer. `None`: there are none. With neither these
+            nor a token, every TCP peer is admitted: `serve_settings` refuses to start like that.
         failures: How often one TCP address may show a wrong token.
     """
 
@@ -298,7 +294,7 @@ class PeerAdmission:
                 raise InvalidRequest("this Unix socket serves its own user only", expected=os.geteuid(), seen=user)
         grant = self._grant_of(token)
         if grant is None and self._needs_none(token, is_local=is_local):
-            return _ANYBODY
+            return _WITHOUT_TENANT
         if not is_local:
             self._limit(_host(connection.extra("peername")), token, grant)
         if grant is None:
@@ -310,7 +306,7 @@ class PeerAdmission:
         return self._credentials is None or self._credentials.holds(grant)
 
     def _needs_none(self, token: str, *, is_local: bool) -> bool:
-        """Whether a peer is admitted without a token of somebody's."""
+        """Whether a peer is admitted without the token of a tenant."""
         if self._credentials is not None:
             return is_local and not token
         return is_local or not self._token
@@ -321,11 +317,11 @@ class PeerAdmission:
         if self._credentials is not None and (grant := self._credentials.grant_of(token)) is not None:
             return grant
         is_shared = bool(self._token) and hmac.compare_digest(self._token, token.encode())
-        return _ANYBODY if is_shared else None
+        return _WITHOUT_TENANT if is_shared else None
 
     def _limit(self, address: str, token: str, grant: Grant | None) -> None:
-        """Count wrong tokens. After too many, a right token is refused too, unless it has been accepted before: a guess
-        must not show whether it was right."""
+        """Count wrong tokens. After too many, a right token is refused too unless it was accepted before, so that a
+        guesser does not learn whether a guess was right."""
         wait_s = self._failures.wait_s(address)
         if wait_s and (grant is None or grant.name not in self._proven):
             raise Unavailable("too many wrong tokens from this address: wait", seconds=wait_s)
@@ -333,7 +329,7 @@ class PeerAdmission:
             self._proven.add(grant.name)
         elif token:
             self._failures.failed(address)
-            _log.warning("a wrong token was shown on the data port peer=%s", address)
+            _log.warning("a peer sent a wrong token to the data port peer=%s", address)
 
 
 def _host(peer: object) -> str:

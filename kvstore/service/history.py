@@ -221,35 +221,35 @@ class Watcher:
             num = sum(reasons.values())
             causes = ", ".join(f"{cause} {count}" for cause, count in sorted(reasons.items(), key=lambda one: -one[1]))
             text = f"{num} {'boundary' if num == 1 else 'boundaries'} left {tier}, as retention asks ({causes})"
-            self._events.tell(
+            self._events.add(
                 EventKind.EVICTED, text, detail={"tier": tier, "num_bytes": sum(freed.values()), **reasons}
             )
         for labels, amount in grown.get("tier_evicted_records", []):
             tier = labels.get("tier", "")
             text = f"{int(amount)} records left {tier} one by one: it was full before retention made room"
-            self._events.tell(EventKind.EVICTED, text, detail={"tier": tier, "num_records": int(amount)})
+            self._events.add(EventKind.EVICTED, text, detail={"tier": tier, "num_records": int(amount)})
         for _, amount in grown.get("catalog_reconciled", []):
             text = f"{int(amount)} records left Redis by themselves: evicted, flushed, or lost in a restart"
-            self._events.tell(EventKind.EVICTED, text, detail={"tier": "redis", "num_records": int(amount)})
+            self._events.add(EventKind.EVICTED, text, detail={"tier": "redis", "num_records": int(amount)})
         for labels, amount in grown.get("saves", []):
             if (said := _TURNED_AWAY.get(labels.get("outcome", ""))) is not None:
-                self._events.tell(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})
+                self._events.add(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})
         for labels, amount in grown.get("saves_lost", []):
             reason = labels.get("reason", "other")
             text = f"{int(amount)} records of engines are missing: {REASONS.get(reason, UNKNOWN).why}"
-            self._events.tell(EventKind.SAVES_DROPPED, text, detail={"records": int(amount), "reason": reason})
+            self._events.add(EventKind.SAVES_DROPPED, text, detail={"records": int(amount), "reason": reason})
         for tier, reasons in _by_tier(grown.get("write_back_dropped", [])).items():
             text = f"{sum(reasons.values())} records are not copied to {tier}; engines were answered before that"
-            self._events.tell(EventKind.SAVES_DROPPED, text, detail={"tier": tier, **reasons})
+            self._events.add(EventKind.SAVES_DROPPED, text, detail={"tier": tier, **reasons})
         for _, amount in grown.get("catalog_changes_lost", []):
             text = f"the catalog was not told of {int(amount)} changes: lookups ask the tiers as well"
-            self._events.tell(EventKind.CATALOG, text, detail={"changes": int(amount)})
+            self._events.add(EventKind.CATALOG, text, detail={"changes": int(amount)})
 
     def _tell_catalog(self, before: float | None, now: float | None) -> None:
         if now is None or before is None or bool(now) == bool(before):
             return
         said = "knows of everything that is stored again" if now else "lacks records that are stored: `kvstore reindex`"
-        self._events.tell(EventKind.CATALOG, f"the catalog {said}", is_public=True)
+        self._events.add(EventKind.CATALOG, f"the catalog {said}", is_public=True)
 
     def _tell_rules(self, status: Mapping[str, object]) -> None:
         rules = status["admission"]
@@ -257,7 +257,7 @@ class Watcher:
         for namespace, rule in rules.items():
             if self._rules.get(namespace) != rule:
                 text = f"retention_admission is {rule} for this namespace from now on"
-                self._events.tell(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
+                self._events.add(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
         self._rules = dict(rules)
 
     def _num_read(self) -> tuple[int, int]:
@@ -271,12 +271,12 @@ class Watcher:
         before, self._credentials_read = self._credentials_read, self._num_read()
         if self._credentials_read[0] > before[0]:
             detail = {"tokens": self._credentials.num_tokens if self._credentials is not None else 0}
-            self._events.tell(
+            self._events.add(
                 EventKind.SETTINGS, "the credentials were read again, and count from now on", detail=detail
             )
         elif self._credentials_read[1] > before[1]:
             text = "the credentials file cannot be used: those before it go on to count, the log says what is wrong"
-            self._events.tell(EventKind.SETTINGS, text)
+            self._events.add(EventKind.SETTINGS, text)
 
     def _ordered(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
         orders = self._store.operations.orders
@@ -294,7 +294,7 @@ class Watcher:
                 if quota is not None and quota.maximum_bytes is not None:
                     detail["maximum_bytes"] = quota.maximum_bytes
                 text = f"the quota of tenant {tenant} {'holds from now on' if quota is not None else 'is withdrawn'}"
-                self._events.tell(EventKind.SETTINGS, text, tenant=tenant, detail=detail)
+                self._events.add(EventKind.SETTINGS, text, tenant=tenant, detail=detail)
         for tenant_or_all, weights_id in retired.keys() ^ retired_before.keys():
             are = (
                 "are retired: nothing of them is served"
@@ -302,7 +302,7 @@ class Watcher:
                 else "are served again"
             )
             text = f"weights {weights_id} {are}"
-            self._events.tell(EventKind.SETTINGS, text, tenant=tenant_or_all, detail={"weights_id": weights_id})
+            self._events.add(EventKind.SETTINGS, text, tenant=tenant_or_all, detail={"weights_id": weights_id})
 
     async def aclose(self) -> None:
         """Stop watching. Idempotent."""

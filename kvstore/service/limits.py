@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import MAX_RECORD_BYTES
 
-__all__ = ["PROGRESS_BYTES", "Newcomer", "Newcomers", "ServiceLimits", "Stall"]
+__all__ = ["PROGRESS_BYTES", "ServiceLimits", "Stall", "UnauthenticatedConnection", "UnauthenticatedConnections"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,26 +17,26 @@ class ServiceLimits:
     """Bounds on what peers can make the service hold.
 
     Attributes:
-        receive_bytes: Bytes of saves being received or stored, over all connections; one tenant takes three quarters of
-            it at most. Too few stall savers; too many are memory that the tiers do not get.
+        receive_bytes: Bytes of saves being received or stored, over all connections and shared among tenants. Too few
+            stall savers; too many are memory that the tiers do not get.
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
         request_bytes: Bytes of unanswered lookups, stages and descriptions, over all connections and shared among
-            tenants; what does not fit is answered `Unavailable`. The service works with some 5 times as much.
+            tenants; what does not fit is answered `Unavailable`. The service needs about 5 times as much memory.
         connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
             answered. The default is 28 prompts of 256 Ki tokens.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
-        receive_timeout_s: A record must have come by then, and by its save's deadline: what is late is dropped, so that
-            an engine which stops in the middle of one does not keep the room that others wait for.
-        hello_timeout_s: A connection that has not said hello by then is closed. A TLS handshake before may take as
-            long.
-        newcomers_of_address, newcomers: Connections that have not said hello, of one address and in all. Beyond that
-            the one that has waited longest is closed.
-        silence_timeout_s: Less than 64 KiB of what a peer has begun to send, or of what it should read, has moved for
-            so long: the head ends its connection, the record is dropped, the peer that does not read is cut off.
-        unread_bytes: Answers that peers have not read, over all connections. Beyond that those that have read nothing
-            for a second are cut off, the largest first.
+        receive_timeout_s: A record must arrive within this time and by its save's deadline. A late one is dropped, so
+            that an engine which stops in the middle of one does not keep the room that others wait for.
+        hello_timeout_s: A connection without a hello is closed then. A TLS handshake before may take as long.
+        unauthenticated_of_address: Connections of one address that have not said hello. Beyond that, the one that has
+            waited longest is closed.
+        unauthenticated: The same for all addresses together.
+        silence_timeout_s: How long a peer may move less than 64 KiB of what it has begun to send, or of what it should
+            read. Then an unfinished record is dropped; an unfinished head, or unread answers, end the connection.
+        unread_bytes: Answers that peers have not read, over all connections. Beyond that, connections whose peers have
+            read nothing for a second are ended, the largest first.
         stage_progress_s: Progress frames of a stage are at least this far apart.
     """
 
@@ -48,25 +48,16 @@ class ServiceLimits:
     max_loads: int = 8
     receive_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
-    newcomers_of_address: int = 64
-    newcomers: int = 256
+    unauthenticated_of_address: int = 64
+    unauthenticated: int = 256
     silence_timeout_s: float = 10.0
     unread_bytes: int = 64 << 20
     stage_progress_s: float = 0.02
 
     def __post_init__(self) -> None:
-        counts = (
-            "receive_bytes",
-            "save_credit_bytes",
-            "max_requests",
-            "request_bytes",
-            "max_loads",
-            "newcomers_of_address",
-            "newcomers",
-        )
-        for name in (*counts, "unread_bytes"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequest("a limit of the service must be positive", field=name, seen=getattr(self, name))
+        for field in fields(self):
+            if (value := getattr(self, field.name)) <= 0:
+                raise InvalidRequest("a limit of the service must be positive", field=field.name, seen=value)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -74,23 +65,23 @@ class ServiceLimits:
         return min(MAX_RECORD_BYTES, self.receive_bytes)
 
 
-class Newcomer:
-    """One connection among the newcomers; made by `Newcomers.enter`."""
+class UnauthenticatedConnection:
+    """One entry of `UnauthenticatedConnections`; made by its `enter`."""
 
-    def __init__(self, of: Newcomers, source: str) -> None:
+    def __init__(self, entries: UnauthenticatedConnections, source: str) -> None:
         self.source = source
-        self._of = of
+        self._entries = entries
         self._end: Callable[[], object] | None = None
 
     def end_with(self, end: Callable[[], object]) -> None:
         """Set what ends this connection; no effect once it has left."""
-        if self._of.has(self):
+        if self._entries.has(self):
             self._end = end
 
     def leave(self) -> None:
-        """The peer has proven who it is, or the connection is lost. Idempotent."""
+        """The peer is authenticated, or the connection is lost. Idempotent."""
         self._end = None
-        self._of.remove(self)
+        self._entries.remove(self)
 
     def end(self) -> None:
         """End the connection."""
@@ -100,10 +91,10 @@ class Newcomer:
             end()
 
 
-class Newcomers:
-    """The connections of which nothing is known yet. Belongs to one loop.
+class UnauthenticatedConnections:
+    """The connections whose peer is not known yet: few for each address, and few in all. Belongs to one loop.
 
-    When there are too many, the one that has waited longest is ended, never the one that comes: a peer that says hello
+    When there are too many, the connection that has waited longest is ended, never the new one: a peer that says hello
     at once gets in beside any number of silent ones.
 
     Args:
@@ -115,28 +106,28 @@ class Newcomers:
     def __init__(self, per_source_max: int, total_max: int) -> None:
         self._per_source_max = per_source_max
         self._total_max = total_max
-        self._all: dict[Newcomer, None] = {}  # oldest first
-        self._by_source: dict[str, dict[Newcomer, None]] = {}
+        self._all: dict[UnauthenticatedConnection, None] = {}  # oldest first
+        self._by_source: dict[str, dict[UnauthenticatedConnection, None]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def has(self, newcomer: Newcomer) -> bool:
-        """Whether it has neither left nor been ended."""
-        return newcomer in self._all
+    def has(self, entry: UnauthenticatedConnection) -> bool:
+        """Whether a connection has neither left nor been ended."""
+        return entry in self._all
 
-    def enter(self, address: str) -> Newcomer:
-        """One more connection, from `address`; empty: it has none. Ends others where there are too many."""
+    def enter(self, address: str) -> UnauthenticatedConnection:
+        """Add a connection from `address`; empty: it has none. Ends others where there are too many."""
         source = _source(address)
         mine = self._by_source.get(source, {})
         if source and len(mine) >= self._per_source_max:
             next(iter(mine)).end()
         while len(self._all) >= self._total_max:
             self.end_oldest()
-        newcomer = Newcomer(self, source)
-        self._all[newcomer] = None
-        self._by_source.setdefault(source, {})[newcomer] = None
-        return newcomer
+        entry = UnauthenticatedConnection(self, source)
+        self._all[entry] = None
+        self._by_source.setdefault(source, {})[entry] = None
+        return entry
 
     def end_oldest(self) -> None:
         """End the connection that has waited longest, if there is one."""
@@ -144,17 +135,17 @@ class Newcomers:
         if oldest is not None:
             oldest.end()
 
-    def remove(self, newcomer: Newcomer) -> None:
-        """Forget a connection. Idempotent; called by `Newcomer`."""
-        if self._all.pop(newcomer, newcomer) is None:
-            mine = self._by_source[newcomer.source]
-            del mine[newcomer]
+    def remove(self, entry: UnauthenticatedConnection) -> None:
+        """Forget a connection. Idempotent; called by the entry itself."""
+        if self._all.pop(entry, entry) is None:
+            mine = self._by_source[entry.source]
+            del mine[entry]
             if not mine:
-                del self._by_source[newcomer.source]
+                del self._by_source[entry.source]
 
 
 def _source(address: str) -> str:
-    """What counts as one peer: whoever has an IPv6 address usually has 2^64 of them."""
+    """What counts as one peer: the holder of an IPv6 address usually has 2^64 of them."""
     if ":" not in address:
         return address
     found = ipaddress.IPv6Address(address.partition("%")[0])
@@ -164,11 +155,11 @@ def _source(address: str) -> str:
 
 
 PROGRESS_BYTES = 64 << 10
-"""Less than this is no progress: a peer that moves a byte now and then would hold what it likes for ever."""
+"""Less than this is no progress: a peer that moves a byte now and then could hold memory for ever."""
 
 
 class Stall:
-    """Measures for how long a count of bytes has hardly grown. Made for looks a second apart."""
+    """Measures how long a count of bytes has hardly grown. Made for checks a second apart."""
 
     def __init__(self) -> None:
         self._from_bytes = -PROGRESS_BYTES
@@ -186,6 +177,6 @@ class Stall:
         return now_s - self._since_s
 
     def ended(self) -> float:
-        """Nothing has to move: it begins anew at the next look. Returns 0."""
+        """Nothing has to move now: the next check begins again. Returns 0."""
         self._from_bytes = -PROGRESS_BYTES
         return 0.0

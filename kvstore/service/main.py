@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import logging.handlers
 import os
 import resource
 import signal
@@ -24,37 +23,29 @@ from kvstore.compose_encryption import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.tracing import Tracing
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.authentication import Credentials, CredentialsFile, read_token
-from kvstore.service.limits import ServiceLimits
-from kvstore.service.listener import unix_accepts
-from kvstore.service.logs import ServiceFormatter, log_to_stderr, shape_logs
-from kvstore.service.reported_settings import secrets_of, told_settings
+from kvstore.service.authentication import CredentialsFile, read_token
+from kvstore.service.logs import log_to_file, log_to_stderr, shape_logs
+from kvstore.service.reported_settings import reported_settings, secrets_of
 from kvstore.service.server import Server
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
-from kvstore.wire.address import Address, TcpAddress
-from kvstore.wire.tls import ServerTls
+from kvstore.wire.address import Address, TcpAddress, unix_accepts
 
-__all__ = [
-    "AnotherRuns",
-    "detach",
-    "log_to",
-    "main",
-    "only_service_of",
-    "serve_embedded",
-    "serve_settings",
-    "serve_until_told",
-]
+__all__ = ["main", "serve", "serve_embedded", "serve_settings"]
 
 _log = logging.getLogger(__name__)
 
 _DESCRIPTORS_MIN, _DESCRIPTORS_MAX = 256, 1 << 16
 """For the tiers, the files of an HTTP server, and the connections of some engines."""
 _SWITCH_S = 0.001
-"""How long a thread computes while another one waits for the interpreter: the event loop waits so long several times
-for each request, five times as long by default."""
+"""How long a thread computes while another one waits for the interpreter. The event loop waits for this several times
+in each request. Python's default is five times as long."""
+_IDLE_POLL_S = 0.1
+_LOCK_S = 15.0
+_LOCK_POLL_S = 0.05
+
+Store = TypeVar("Store", bound=PageStore)
 
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
@@ -72,17 +63,20 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     tls = settings.tls()
     check_admin_listen(settings.admin_listen, credentials, has_certificate=tls is not None)
     with open_tracing(settings) as tracing:
-        serving = serve_until_told(
+        serving = serve(
             open_served_store(settings, tracing=tracing),
+            lambda store: Server(
+                store,
+                token=token,
+                credentials=credentials,
+                tls=tls,
+                tracing=tracing,
+                settings=reported_settings(settings),
+            ),
             [settings.listen],
-            token=token,
-            credentials=credentials,
-            tls=tls,
-            tracing=tracing,
-            settings=told_settings(settings),
             idle_exit_s=settings.idle_exit_s,
             on_ready=on_ready,
-            beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
+            open_admin=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
         sys.setswitchinterval(_SWITCH_S)
         uvloop.run(serving)
@@ -122,7 +116,7 @@ def serve_embedded(
         KVStoreError: It cannot start.
     """
     path = private_socket_path(directory)
-    with only_service_of(directory, path):
+    with _only_service_of(directory, path):
         own = {"listen": f"unix:{path}", "hot": "memory:", "cold": f"file://{directory / 'records'}"}
         own["admin_listen"] = "off"
         serve_settings(load_settings({**flags, **own}), on_ready)
@@ -133,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(_parser().parse_args(arguments))
     if not given.pop("detach"):
         return _run(given, lambda: None)
-    tell = detach()
-    status = _run(given, lambda: tell(0))
-    tell(status)
+    report = _detach()
+    status = _run(given, lambda: report(0))
+    report(status)
     return status
 
 
@@ -145,7 +139,7 @@ def _run(given: dict[str, Any], on_ready: Callable[[], None]) -> int:
         if embedded:
             directory = Path(os.path.abspath(directory or default_directory()))
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            log_to(directory / "service.log")
+            log_to_file(directory / "service.log")
             serve_embedded(directory, given, lambda _: on_ready())
         else:
             log_to_stderr()
@@ -178,86 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_IDLE_POLL_S = 0.1
-
-Store = TypeVar("Store", bound=PageStore)
-
-
-def _nothing_beside(_: PageStore, __: Server) -> AbstractAsyncContextManager[object]:
-    return nullcontext()
-
-
-async def serve_until_told(
-    store: AbstractAsyncContextManager[Store],
-    addresses: Sequence[Address],
-    *,
-    limits: ServiceLimits | None = None,
-    token: str = "",
-    credentials: Credentials | None = None,
-    tls: ServerTls | None = None,
-    tracing: Tracing | None = None,
-    settings: Mapping[str, object] | None = None,
-    idle_exit_s: float | None = None,
-    on_ready: Callable[[Server], None] | None = None,
-    beside: Callable[[Store, Server], AbstractAsyncContextManager[object]] = _nothing_beside,
-) -> None:
-    """Serve until SIGTERM or SIGINT, or until there has been no client for `idle_exit_s`.
-
-    Args:
-        store: Opened first, closed last.
-        addresses: Where to listen.
-        limits: What peers can make the service hold.
-        token: Required of TCP peers, unless empty.
-        credentials: Tokens of tenants.
-        tls: For addresses that speak it.
-        tracing: Makes a span of each request.
-        settings: Told to peers that may see everything.
-        idle_exit_s: `None`: never ends by itself.
-        on_ready: Called when all addresses accept.
-        beside: Makes what else is open while it serves; opened after the addresses, closed before them.
-
-    Raises:
-        KVStoreError: The store does not open, or an address cannot be listened on.
-    """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(on_loose_exception)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with store as opened:
-        server = Server(opened, limits, token, credentials, tls, tracing=tracing, settings=settings)
-        try:
-            await server.listen(addresses)
-            async with beside(opened, server):
-                if on_ready is not None:
-                    on_ready(server)
-                await _until(stop, server, idle_exit_s)
-        finally:
-            await server.aclose()
-    _log.info("stopped")
-
-
-async def _until(stop: asyncio.Event, server: Server, idle_exit_s: float | None) -> None:
-    if idle_exit_s is None:
-        await stop.wait()
-        return
-    while not stop.is_set() and server.quiet_s < idle_exit_s:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_IDLE_POLL_S):
-                await stop.wait()
-
-
-_LOCK_S = 15.0
-_POLL_S = 0.05
-_LOG_BYTES_MAX = 1 << 20
-
-
 class AnotherRuns(Unavailable):
     """The directory has its service already; this one is not needed."""
 
 
 @contextmanager
-def only_service_of(directory: Path, socket_path: Path) -> Iterator[None]:
+def _only_service_of(directory: Path, socket_path: Path) -> Iterator[None]:
     """Hold the directory's lock; wait for a predecessor that is closing.
 
     Raises:
@@ -271,18 +191,18 @@ def only_service_of(directory: Path, socket_path: Path) -> Iterator[None]:
         while not try_lock(descriptor):
             if unix_accepts(str(socket_path)) or SYSTEM_CLOCK.monotonic_s() > ends_s:
                 raise AnotherRuns("another service holds this directory", directory=directory)
-            time.sleep(_POLL_S)
+            time.sleep(_LOCK_POLL_S)
         yield
     finally:
         os.close(descriptor)  # frees the lock, as the end of the process would
 
 
-def detach() -> Callable[[int], None]:
+def _detach() -> Callable[[int], None]:
     """Continue in a forked child. The calling process exits with the status that the child reports, which leaves the
     child without a parent.
 
-    An engine that ends kills all its descendants, but the service must outlive it, for the next one. The status shows
-    the process that started us whether that worked.
+    An engine that ends kills all its descendants, but the service must outlive it, for the next engine. The status
+    shows the process that started this one whether that worked.
 
     Returns:
         Reports the status, 0 for "ready"; only the first call counts.
@@ -290,21 +210,62 @@ def detach() -> Callable[[int], None]:
     ours, theirs = os.pipe()
     if os.fork() > 0:
         os.close(theirs)
-        told = os.read(ours, 1)
-        os._exit(told[0] if told else 1)  # no status: the child died
+        status = os.read(ours, 1)
+        os._exit(status[0] if status else 1)  # no status: the child died
     os.close(ours)
 
-    def tell(status: int) -> None:
-        with suppress(BrokenPipeError):  # the parent was killed; that changes nothing for us
+    def report(status: int) -> None:
+        with suppress(BrokenPipeError):  # the parent was killed; that changes nothing here
             os.write(theirs, bytes([status]))
 
-    return tell
+    return report
 
 
-def log_to(path: Path) -> None:
-    """Log to `path` and one rotated file beside it, a megabyte each."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES_MAX, backupCount=1)
-    handler.setFormatter(ServiceFormatter("%(asctime)s %(process)d %(levelname)s %(name)s: "))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+async def serve(
+    store: AbstractAsyncContextManager[Store],
+    make_server: Callable[[Store], Server],
+    addresses: Sequence[Address],
+    *,
+    idle_exit_s: float | None = None,
+    on_ready: Callable[[Server], None] | None = None,
+    open_admin: Callable[[Store, Server], AbstractAsyncContextManager[object]] = lambda *_: nullcontext(),
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until there has been no client for `idle_exit_s`.
+
+    Args:
+        store: Opened first, closed last.
+        make_server: Makes the server of the open store.
+        addresses: Where to listen.
+        idle_exit_s: `None`: never ends by itself.
+        on_ready: Called when all addresses accept.
+        open_admin: Opens the administration port; after the addresses, and it is closed before them.
+
+    Raises:
+        KVStoreError: The store does not open, or an address cannot be listened on.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_loose_exception)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with store as opened:
+        server = make_server(opened)
+        try:
+            await server.listen(addresses)
+            async with open_admin(opened, server):
+                if on_ready is not None:
+                    on_ready(server)
+                await _wait_for_end(stop, server, idle_exit_s)
+        finally:
+            await server.aclose()
+    _log.info("stopped")
+
+
+async def _wait_for_end(stop: asyncio.Event, server: Server, idle_exit_s: float | None) -> None:
+    if idle_exit_s is None:
+        await stop.wait()
+        return
+    while not stop.is_set() and server.quiet_s < idle_exit_s:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_POLL_S):
+                await stop.wait()

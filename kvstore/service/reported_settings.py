@@ -14,7 +14,7 @@ from kvstore.eviction.holdings import Quota
 from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
 from kvstore.tiers.locations import RedisLocation, S3Location, parse_hot
 
-__all__ = ["named_credentials", "secrets_of", "settings_of", "told_settings", "without_secrets"]
+__all__ = ["named_credentials", "reported_settings", "secrets_of", "settings_of", "without_secrets"]
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -23,7 +23,7 @@ _OWN = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
 """Settings with which a tool itself connects: its own count where it has some."""
 
 
-def told_settings(settings: Settings) -> dict[str, object]:
+def reported_settings(settings: Settings) -> dict[str, object]:
     """`settings`: by name, its `value` as a flag spells it (`None`: not set) and its `source`; `credentials`: the
     variables with which the service logs in to S3, by name only.
 
@@ -54,7 +54,7 @@ def settings_of(told: Mapping[str, object], local: Settings) -> tuple[Settings, 
     """The settings that a service tells of, and the names of those with a secret that is not known here.
 
     Args:
-        told: As `told_settings` returns it.
+        told: As `reported_settings` returns it.
         local: The tool's own settings. Where one is equal but for the secret, it takes the place of the told one; and
             a tool connects with its own certificates and token.
 

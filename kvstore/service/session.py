@@ -7,8 +7,8 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import kvstore
 from kvstore.api import LeaseId, Progress
@@ -20,16 +20,16 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import RequestContext, Tracing, request_context
 from kvstore.runtime.turns import still_working
 from kvstore.service.answers import Answers
-from kvstore.service.authentication import NO_TENANT, Grant, Scope
+from kvstore.service.authentication import NO_TENANT, Authenticator, Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
-from kvstore.service.limits import PROGRESS_BYTES, Newcomer, ServiceLimits, Stall
+from kvstore.service.limits import PROGRESS_BYTES, ServiceLimits, Stall, UnauthenticatedConnection
 from kvstore.wire import messages
 from kvstore.wire.convert import plain_text
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
 from kvstore.wire.protocol import FrameConnection
 
-__all__ = ["Admission", "Session"]
+__all__ = ["Common", "Session"]
 
 _log = logging.getLogger(__name__)
 _DEADLINE_MS_MAX = 3_600_000
@@ -38,12 +38,25 @@ _SAVES_LINGER_S = 10.0
 _TRACE_CHARS_MAX = 256
 
 
-class Admission(Protocol):
-    """Decides whether a peer may talk to this service."""
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all sessions of a service have in common.
 
-    def check(self, connection: FrameConnection, token: str) -> Grant:
-        """The peer's tenant, and what it may do; raises `InvalidRequest` for a peer that may not talk at all."""
-        ...
+    Attributes:
+        answers: Answers their requests.
+        authenticator: Checks a peer at its hello.
+        limits: Bounds of each connection.
+        budget: Payload bytes of saves that are being received or stored.
+        requests: Bytes of unanswered requests.
+        tracing: Makes a span of each request; `None`: no tracing.
+    """
+
+    answers: Answers
+    authenticator: Authenticator
+    limits: ServiceLimits
+    budget: ByteBudget
+    requests: Shares
+    tracing: Tracing | None = None
 
 
 class Session:
@@ -57,29 +70,17 @@ class Session:
         grant: What its peer may do; `None` before the hello.
 
     Args:
-        answers: What the requests mean; shared by all sessions.
-        admission: Asked once, at the hello.
-        limits: Bounds of this connection.
-        budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
-        tracing: Makes a span of each request; `None`: no tracing.
-        share_of: What of `budget` a tenant may take at most; `None`: all of it.
-        newcomer: Its place among the connections that have not said hello; `None`: they are not bounded.
-        requests: Bytes of unanswered requests over all sessions, shared among tenants; `None`: of this one alone.
+        common: What it has in common with the other sessions.
+        entry: Its entry among the unauthenticated connections; `None`: these are not bounded.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; the callee must call `aclose`.
     """
 
     def __init__(
         self,
-        answers: Answers,
-        admission: Admission,
-        limits: ServiceLimits,
-        budget: ByteBudget,
+        common: Common,
+        entry: UnauthenticatedConnection | None,
         *,
-        tracing: Tracing | None = None,
-        share_of: Callable[[str], ByteBudget | None] = lambda _: None,
-        newcomer: Newcomer | None = None,
-        requests: Shares | None = None,
         on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
     ) -> None:
@@ -91,18 +92,17 @@ class Session:
         self.tenant = ""
         self.number = 0
         self.leases: set[LeaseId] = set()
-        self._share_of = share_of
-        self._newcomer = newcomer
-        self._answers = answers
-        self._tracing = tracing
-        self._admission = admission
-        self._limits = limits
-        self._incoming = Incoming(budget, limits.save_credit_bytes)
+        self._entry = entry
+        self._answers = common.answers
+        self._tracing = common.tracing
+        self._authenticator = common.authenticator
+        self._limits = limits = common.limits
+        self._incoming = Incoming(common.budget, limits.save_credit_bytes)
         self._on_ended = on_ended
         self._tasks = Background("session")
         self._saves = Background("session-saves")
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._requests = requests or Shares(limits.request_bytes)
+        self._requests = common.requests
         self._request_bytes = 0
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
@@ -120,10 +120,10 @@ class Session:
         """Bytes of answers that its peer has not read."""
         return self.connection.unsent_bytes + self._loaded_bytes
 
-    def look(self, now_s: float) -> float:
-        """Give up what its peer has stopped to send; returns for how many seconds it has not read what is sent to it.
+    def check(self, now_s: float) -> float:
+        """Give up what its peer has stopped to send. Returns for how many seconds the peer has not read what is sent.
 
-        To be called every second or so.
+        The server calls it every second.
 
         Args:
             now_s: On the monotonic clock.
@@ -209,8 +209,8 @@ class Session:
         for timer in (self._greeting, self._receiving):
             if timer is not None:
                 timer.cancel()
-        if self._newcomer is not None:
-            self._newcomer.leave()
+        if self._entry is not None:
+            self._entry.leave()
         self._on_ended(self)
 
     # the greeting
@@ -225,14 +225,14 @@ class Session:
         assert isinstance(message, messages.Hello)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        self.grant = self._admission.check(self.connection, message.token)
+        self.grant = self._authenticator.check(self.connection, message.token)
         self.tenant = self.grant.tenant or NO_TENANT
-        self._incoming.share = self._share_of(self.tenant)
+        self._incoming.tenant = self.tenant
         self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
         if self._greeting is not None:
             self._greeting.cancel()
-        if self._newcomer is not None:
-            self._newcomer.leave()
+        if self._entry is not None:
+            self._entry.leave()
         self.connection.reader.max_head_bytes = MAX_HEAD_BYTES
         self.connection.reader.max_payload_bytes = self._limits.max_payload_bytes
         self.connection.post(

@@ -103,7 +103,7 @@ async def use(made: World, number: int) -> None:
 
 def tell_of_a_bad_night(made: World) -> None:
     """What tests of their own make happen for real; here it is there to be looked at."""
-    tell, about = made.store.events.tell, RED.namespace.hex()
+    tell, about = made.store.events.add, RED.namespace.hex()
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})
     tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
     told = {"tier": "filesystem", "reason": "payload checksum"}

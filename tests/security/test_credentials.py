@@ -144,7 +144,7 @@ async def test_who_is_there_when_the_token_goes(service: Service, tell: Callable
         started_s = time.monotonic()
         service.credentials.write_text(entry(HEALTHY, HEALTHY))
         answer = await asyncio.to_thread(red.receive)
-        assert answer is not None and "token is not good any more" in answer["message"]
+        assert answer is not None and "token is no longer valid" in answer["message"]
         assert await asyncio.to_thread(red.receive) is None
         await asyncio.wait_for(stream_ended.wait(), 20)
     took_s = time.monotonic() - started_s

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstore.service.limits import Newcomer, Newcomers
+from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Acceptor
 from kvstore.wire.tls import ServerTls
 
@@ -34,37 +34,39 @@ class AdminServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, tls: ServerTls | None) -> None:
         super().__init__(config)
         self._tls = tls
-        self._newcomers = Newcomers(_IDLE_OF_ADDRESS_MAX, _IDLE_MAX)
+        self._unauthenticated = UnauthenticatedConnections(_IDLE_OF_ADDRESS_MAX, _IDLE_MAX)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on these sockets, which are listening."""
         await self.lifespan.startup()
         self.servers: Any = [
-            Acceptor(sock, self._protocol, self._newcomers, tls=self._tls, handshake_s=_HEAD_S)
+            Acceptor(sock, self._protocol, self._unauthenticated, tls=self._tls, handshake_s=_HEAD_S)
             for sock in sockets or ()
         ]
         self.started = True
 
-    def _protocol(self, newcomer: Newcomer) -> asyncio.BaseProtocol:
+    def _protocol(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
         state = self.lifespan.state
         return _Connection(
-            self._newcomers, newcomer, config=self.config, server_state=self.server_state, app_state=state
+            self._unauthenticated, entry, config=self.config, server_state=self.server_state, app_state=state
         )
 
 
 class _Connection(H11Protocol):
-    """While it has no request it is one of the newcomers, with a deadline.
+    """While it has no request it is one of the unauthenticated, with a deadline.
 
     Args:
-        newcomers: Connections without a request.
-        newcomer: Its place among them.
+        unauthenticated: Connections without a request.
+        entry: Its place among them.
         more: As of `H11Protocol`.
     """
 
-    def __init__(self, newcomers: Newcomers, newcomer: Newcomer, **more: Any) -> None:
+    def __init__(
+        self, unauthenticated: UnauthenticatedConnections, entry: UnauthenticatedConnection, **more: Any
+    ) -> None:
         super().__init__(**more)
-        self._newcomers = newcomers
-        self._newcomer: Newcomer | None = newcomer
+        self._unauthenticated = unauthenticated
+        self._entry: UnauthenticatedConnection | None = entry
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -77,8 +79,8 @@ class _Connection(H11Protocol):
         for timer in (self._late, self._unread):
             if timer is not None:
                 timer.cancel()
-        if self._newcomer is not None:
-            self._newcomer.leave()
+        if self._entry is not None:
+            self._entry.leave()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -100,12 +102,12 @@ class _Connection(H11Protocol):
     def _look(self) -> None:
         """Whether it has a request now may have changed."""
         has_request = self.cycle is not None and not self.cycle.response_complete
-        if has_request and self._newcomer is not None:
-            self._newcomer.leave()
-            self._newcomer = None
+        if has_request and self._entry is not None:
+            self._entry.leave()
+            self._entry = None
             if self._late is not None:
                 self._late.cancel()
-        elif not has_request and self._newcomer is None:
-            self._newcomer = self._newcomers.enter(self.client[0] if self.client else "")
-            self._newcomer.end_with(self.transport.abort)
+        elif not has_request and self._entry is None:
+            self._entry = self._unauthenticated.enter(self.client[0] if self.client else "")
+            self._entry.end_with(self.transport.abort)
             self._late = self.loop.call_later(_HEAD_S, self.transport.abort)

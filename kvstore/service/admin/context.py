@@ -55,7 +55,7 @@ class AdminContext:
         followers: Who follows the events.
         holds: Whether a grant is still in force; safe from any thread.
         health_bridge: The way to the data loop for `/livez` and `/readyz`, which wait for nobody else's work.
-        settings: As `told_settings` returns them.
+        settings: As `reported_settings` returns them.
     """
 
     bridge: Bridge

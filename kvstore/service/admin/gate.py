@@ -137,7 +137,7 @@ class Gate:
         detail = {name: value for name, value in audit.items() if isinstance(value, int | str) and name != "namespace"}
         detail |= {"who": grant.name, "what": f"{scope['method']} {scope['path']}"}
         text = done or f"{scope['method']} {scope['path']}"
-        self._events.tell(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
+        self._events.add(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
 
 
 def _request_id(scope: Scope) -> str:

@@ -129,7 +129,7 @@ def _tell_start(service: Administered) -> None:
         "memory_bytes": settings.memory_bytes,
     }
     detail |= {"release": kvstore.__version__, "settings": ", ".join(set_here)}
-    service.store.events.tell(EventKind.STARTED, "the service started", is_public=True, detail=detail)
+    service.store.events.add(EventKind.STARTED, "the service started", is_public=True, detail=detail)
 
 
 def _bind(address: TcpAddress) -> socket.socket:

@@ -25,7 +25,7 @@ from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.admin.job_keeper import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
-from kvstore.service.reported_settings import told_settings
+from kvstore.service.reported_settings import reported_settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.wire.tls import ServerTls
 
@@ -80,7 +80,9 @@ async def _serve_with(
     context = AdminContext(
         bridge, catalog, operations, service.server.describe, service.store.events, service.history, stop.is_set
     )
-    context = replace(context, jobs=jobs, health_bridge=Bridge(bridge.loop), settings=told_settings(service.settings))
+    context = replace(
+        context, jobs=jobs, health_bridge=Bridge(bridge.loop), settings=reported_settings(service.settings)
+    )
     if service.credentials is not None:
         context = replace(context, holds=service.credentials.holds)
     if isinstance(service.store, EncryptedStore):

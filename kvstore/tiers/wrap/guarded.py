@@ -35,9 +35,7 @@ def tell_put_aside(events: Events, tier: str, key: RecordKey, reason: str) -> No
     """Emit an event for a record that a tier has put aside."""
     about: dict[str, str | int | float] = {"tier": tier, "group": key.group, "slice": key.slice, "reason": reason}
     text = f"a record in {tier} was put aside, and not served: {reason}"
-    events.tell(
-        EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()}
-    )
+    events.add(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()})
 
 
 class GuardedTier(Tier):
@@ -293,7 +291,7 @@ class GuardedTier(Tier):
         self._why = why
         self._meters.set("tier_open", 1, tier=self.name)
         text = f"tier {self.name} is off, requests go on without it"
-        self._events.tell(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": why})
+        self._events.add(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": why})
         self._background.spawn(self._probe_until_closed(), "probe")
 
     async def _probe_until_closed(self) -> None:
@@ -318,7 +316,7 @@ class GuardedTier(Tier):
         away_s = self._clock.monotonic_s() - opened_s
         _log.info("tier %s is back after %.1f s", self.name, away_s)
         text = f"tier {self.name} is back after {away_s:.1f} s"
-        self._events.tell(
+        self._events.add(
             EventKind.TIER_BACK, text, is_public=True, detail={"tier": self.name, "away_s": round(away_s, 1)}
         )
 

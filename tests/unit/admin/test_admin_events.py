@@ -53,7 +53,7 @@ async def listed(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]
 
 async def test_what_happens_is_told_as_it_happens(made: World) -> None:
     """A follower gets what is kept, then what happens; after a break it goes on behind the last one it saw."""
-    tell = made.store.events.tell
+    tell = made.store.events.add
     async with made.client("operator") as client:
         async with following(client) as events:
             assert (await anext(events))["kind"] == "started"
@@ -72,7 +72,7 @@ async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
     what sums up all tenants is the operators'.
     """
     red, blue = await made.save(prompt_of("a", "red")), await made.save(prompt_of("b", "blue"))
-    tell = made.store.events.tell
+    tell = made.store.events.add
     tell(EventKind.TIER_DOWN, "tier s3 is off", is_public=True, detail={"tier": "s3", "reason": "10.0.0.7 refused"})
     tell(EventKind.EVICTED, "12 left", detail={"tier": "s3"})
     for prompt in (red, blue):

@@ -198,4 +198,4 @@ async def test_wrong_tokens_are_counted_on_the_data_port(written: Lines) -> None
         with pytest.raises(Unavailable, match="too many wrong tokens from this address"):
             await greeted("blue token")
         await greeted("red token")
-    assert sum("a wrong token was shown" in line for line in written.lines) == 10
+    assert sum("sent a wrong token to the data port" in line for line in written.lines) == 10
