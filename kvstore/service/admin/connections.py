@@ -53,7 +53,7 @@ class AdminServer(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """While it has no request it is one of the unauthenticated, with a deadline.
+    """While it has no request, it counts as unauthenticated and has a deadline.
 
     Args:
         unauthenticated: Connections without a request.
