@@ -10,10 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvstore.errors import InvalidRequest
 
-__all__ = ["TableEntry", "parse_tables", "shown"]
+__all__ = ["TableEntry", "cut", "parse_tables", "shown"]
 
 _POSITION = re.compile(r"\(at [^)]*\)$")
-_SEEN_CHARS_MAX = 100
 
 Entry = TypeVar("Entry", bound="TableEntry")
 
@@ -85,12 +84,16 @@ def _parse_entry(entry: object, model: type[Entry], what: str, where: str) -> En
 
 
 def shown(value: object) -> str:
-    """A value as errors show it: its first 100 characters."""
+    """A value as errors show it: cut, since it may be anything."""
     try:
-        text = repr(value)
+        return cut(repr(value))
     except ValueError:  # Python does not write numbers of thousands of digits
         return "a number of thousands of digits"
-    return text if len(text) <= _SEEN_CHARS_MAX else f"{text[:_SEEN_CHARS_MAX]}... ({len(text)} characters)"
+
+
+def cut(text: str, most: int = 100) -> str:
+    """The first characters of a text, and how many it has."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _plain(message: str) -> str:
