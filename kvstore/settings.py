@@ -42,7 +42,7 @@ ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 """Names the TOML file where no flag does."""
 TOKEN_VARIABLE = "KVSTORE_TOKEN"
-"""Holds the token of verbs that ask a service, where no file does; services do not read it."""
+"""Holds the token of verbs where no file does; services do not read it."""
 
 _SECONDS_MAX = 10**9
 """Thirty years; of milliseconds eleven days."""

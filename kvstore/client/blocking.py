@@ -170,7 +170,7 @@ class BlockingStore:
     def _submit(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Future[Value]:
         if os.getpid() != self._pid:
             raise Closed("this store belongs to another process: make one after the fork", pid=self._pid)
-        with self._lock:  # so that nobody closes the loop between the check and the call
+        with self._lock:  # so that no thread closes the loop between the check and the call
             if self._closed:
                 raise Closed("the client is closed")
             return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)

@@ -90,7 +90,7 @@ class EmbeddedService:
             Unavailable: It could not be started, now or a moment ago; the message has its last words and its log.
         """
         self._turn = self._turn or asyncio.Lock()
-        async with self._turn:  # all connections of one client ask at once
+        async with self._turn:  # all connections of one client call it at the same time
             _reap()
             try:
                 path = private_socket_path(self._directory)
@@ -162,8 +162,8 @@ class EmbeddedService:
 def _service_environment() -> dict[str, str]:
     """Our environment, without what pins OpenMP threads.
 
-    vLLM preloads an OpenMP runtime and tells it through the environment which cores to use. In a child the two pin its
-    first thread to the core of the engine's busiest thread, where a lookup of a millisecond took a third of a second.
+    vLLM preloads an OpenMP runtime and sets its cores through the environment. In a child process the two pin the first
+    thread to the core of the engine's busiest thread. There a lookup of a millisecond took a third of a second.
     """
     environment = os.environ  # noqa: TID251 - handed on, not read
     return {name: value for name, value in environment.items() if not name.startswith(_OPENMP)}

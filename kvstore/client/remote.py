@@ -29,7 +29,7 @@ __all__ = ["EMBEDDED", "EmbeddedOptions", "RemoteStore", "connect"]
 
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
-"""So many are opened again on a new connection, the ones that were used last: weights that change make many of them."""
+"""The namespaces that were used last, up to this number, are opened again on a new connection."""
 
 
 class RemoteStore(PageStore):
@@ -90,7 +90,7 @@ class RemoteStore(PageStore):
     async def _lookup(self, query: PrefixQuery, deadline: Deadline) -> Lookup:
         fields = convert.query_fields(query)
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Lookup(i, ms, **fields), messages.LookedUp, deadline=deadline
             )
         return convert.parse_lookup(answer, len(query.boundaries))
@@ -101,7 +101,7 @@ class RemoteStore(PageStore):
         layout = _layout_of(description) if description is not None else None
         async with self._control(deadline) as connection:
             try:
-                answer, _ = await connection.ask(
+                answer, _ = await connection.request(
                     lambda i, ms: messages.Stage(i, ms, **fields, packed=layout is not None),
                     messages.Staged,
                     deadline=deadline,
@@ -114,7 +114,7 @@ class RemoteStore(PageStore):
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Renew(i, ms, lease), messages.Renewed, deadline=deadline
             )
         return answer.alive
@@ -131,7 +131,7 @@ class RemoteStore(PageStore):
         fields = convert.key_fields(key)
         arena = self._shared.arena
         async with self._data(deadline) as connection:
-            answer, payload = await connection.ask(
+            answer, payload = await connection.request(
                 lambda i, ms: messages.Load(i, ms, lease, **fields, arena=arena),
                 messages.Loaded,
                 deadline=deadline,
@@ -163,7 +163,7 @@ class RemoteStore(PageStore):
                 raise InvalidRequest("the record is too large for this service", limit=limit, seen=record.num_bytes)
             async with deadline.scope("room for a save"):
                 grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Save(i, ms, ack.value, retention.value),
                 messages.Saved,
                 deadline=deadline,
@@ -183,28 +183,28 @@ class RemoteStore(PageStore):
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         fields = convert.key_fields(key)
         async with self._control(deadline) as connection:
-            await connection.ask(
+            await connection.request(
                 lambda i, ms: messages.Discard(i, ms, **fields, reason=reason), messages.Discarded, deadline=deadline
             )
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         if not self._closed:
             self._reports.add(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
-        await self._tell_first(deadline)
+        await self._send_reports(deadline)
         async with self._control(deadline) as connection:
             if not connection.welcome.explains:
                 raise InvalidRequest("this service is too old to explain", release=connection.welcome.release)
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Explain(i, ms, request), messages.Explained, deadline=deadline
             )
         return answer.values
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
-        await self._tell_first(deadline)
+        await self._send_reports(deadline)
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(messages.Status, messages.StatusReply, deadline=deadline)
+            answer, _ = await connection.request(messages.Status, messages.StatusReply, deadline=deadline)
         return answer.values
 
     async def aclose(self) -> None:
@@ -214,15 +214,15 @@ class RemoteStore(PageStore):
 
     # helpers
 
-    async def _tell_first(self, deadline: Deadline) -> None:
-        """Send what this client has told and the service has not got, so that the answer knows of it."""
+    async def _send_reports(self, deadline: Deadline) -> None:
+        """Send the reports that still wait, so that the answer includes them."""
         with suppress(Unavailable):  # the call itself says so
             await self._reports.send(deadline)
 
     async def _in_namespace(
         self, namespace: NamespaceId, call: Callable[[], Coroutine[Any, Any, Value]], deadline: Deadline
     ) -> Value:
-        """Make a call; again in a namespace opened anew, where the service has closed it for lack of use."""
+        """Make a call; if the service has closed the unused namespace, open it again and repeat the call."""
         description = self._namespaces.get(namespace)
         if description is None:
             return await call()
@@ -268,7 +268,7 @@ class RemoteStore(PageStore):
         for description in list(self._namespaces.values()):
             try:
                 await _open_namespace(connection, description, deadline)
-            except KVStoreError:  # refused, perhaps by another release: the others are of use all the same
+            except KVStoreError:  # refused, for example by another release; the other namespaces are of use
                 if not connection.open or deadline.expired:
                     raise
         await self._shared.follow(connection)
@@ -291,7 +291,7 @@ def _plain(record: Record) -> Record:
 
 
 async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:
-    answer, _ = await connection.ask(
+    answer, _ = await connection.request(
         lambda i, ms: messages.OpenNamespace(i, ms, description.canonical), messages.NamespaceOpened, deadline=deadline
     )
     return convert.parse_namespace(answer.namespace, "namespace_opened.namespace")

@@ -95,7 +95,7 @@ class Arena:
         try:
             os.ftruncate(descriptor, capacity_bytes)
             arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
-            # nobody else can map it for writing or change its size: a peer can neither corrupt it nor make us fault
+            # no peer can map it for writing or change its size, so a peer can neither corrupt it nor make us fault
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         except (OSError, ValueError):
@@ -178,7 +178,7 @@ class ArenaView:
         self._bytes: Any = np.frombuffer(self._memory, np.uint8)
 
     def copy(self, place: Place, target: memoryview) -> bool:
-        """Copy the bytes to the start of `target`. False: the buffer was freed meanwhile; `target` is undefined.
+        """Copy the bytes to the start of `target`. False: the buffer was freed before the copy was complete; `target` is undefined.
 
         Raises:
             InvalidRequest: No such place, or the target is too small.

@@ -1,4 +1,4 @@
-"""The machine below: how much memory there is, memory made resident ahead of use, the cores of a thread."""
+"""The machine: how much memory it has, memory made resident ahead of use, the cores of a thread."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def usable_bytes() -> int:
 def fresh_buffer(num_bytes: int) -> memoryview:
     """A writable buffer of unspecified content; all of it must be written before it is read.
 
-    Unlike a `bytearray`, it is not zeroed, which would block the event loop: the page faults of the first touch are
-    taken by whoever fills the buffer, often a thread.
+    Unlike a `bytearray`, it is not zeroed, which would block the event loop. The code that fills the buffer, often in a
+    thread, takes the page faults of the first touch.
     """
     array: Any = np.empty(num_bytes, np.uint8)
     return memoryview(array)

@@ -1,4 +1,4 @@
-"""Calls that several callers share: one for equal keys, or one for all items that arrive during the last one."""
+"""Calls that several callers share: one for equal keys, or one for all items that arrive during the previous one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class SingleFlight(Generic[Key, Value]):
-    """Runs one task per key at a time; all callers that ask meanwhile get its outcome."""
+    """Runs one task per key at a time; all callers for that key get its outcome while it runs."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
@@ -28,9 +28,9 @@ class SingleFlight(Generic[Key, Value]):
         """Return the outcome of the running flight for `key`, or start `work` as that flight.
 
         Raises:
-            Closed: The owner of the flights was closed meanwhile.
+            Closed: The owner of the flights was closed during the call.
 
-        If cancelled, the flight continues while others wait for it, and is cancelled when nobody does.
+        If cancelled, the flight continues while other callers wait for it, and is cancelled when none is left.
         """
         flight = self._flights.get(key)
         if flight is None:
@@ -121,7 +121,7 @@ class Batches(Generic[Item, Answer]):
                 answer: Answer | KVStoreError
                 try:
                     answer = await self._call([item for item, _ in batch])
-                except KVStoreError as error:  # set as a result: perhaps nobody waits for the future any more
+                except KVStoreError as error:  # set as a result: an exception that no caller retrieves would be logged
                     answer = error
                 except BaseException:  # the owner closes: those that wait are not sent either
                     _resolve(batch + self._waiting, Closed("closed before a call was made or had ended"))

@@ -1,4 +1,4 @@
-"""Who runs next: a semaphore that is fair among tenants and connections, and long computations in pieces by it."""
+"""A semaphore that is fair among tenants and connections, and long computations that run in such turns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NOBODY: Who = ("", 0)
 
 
 class Turns:
-    """Lets at most `limit` blocks run. Turns go round among the tenants that wait, and among the connections of each;
-    of one connection whoever came first is first. Blocks that say nothing of themselves are served in FIFO order.
+    """Lets at most `limit` blocks run. Turns go round among the tenants that wait, and among the connections of each
+    tenant. Blocks of one connection, and blocks without tenant and connection, run in FIFO order.
 
     Attributes:
         limit: May be changed at any time; when it shrinks, running blocks continue and the next ones wait longer.
@@ -36,7 +36,7 @@ class Turns:
         self._waiting: dict[Hashable, dict[Hashable, deque[asyncio.Future[None]]]] = {}  # who is next is first
 
     def try_begin(self) -> bool:
-        """Begin if that needs no waiting and nobody else waits. If true, the caller must call `end`."""
+        """Begin if that needs no waiting and no other block waits. If true, the caller must call `end`."""
         if self.num_running >= self.limit or self._waiting:
             return False
         self.num_running += 1
@@ -110,15 +110,15 @@ PIECE = 4096
 """Items, of some microseconds each, that may be worked on in one go on the event loop."""
 
 _SHORT = 256
-"""So few items need no turn: what a client asks for a short prompt waits for nobody."""
+"""Up to this number of items need no turn: the request of a short prompt never waits."""
 
 _AT_ONCE = 1
 """Pieces at a time. Threads share one interpreter, so more of them would only delay the event loop."""
 
-_TELL_S = 0.05
+_REPORT_S = 0.05
 
 still_working: ContextVar[Callable[[], None] | None] = ContextVar("kvstore_still_working", default=None)
-"""Called now and then while something long is done for the current request, so that its client does not give up."""
+"""Called now and then while the service computes for the current request, so that its client does not give up."""
 
 
 def who_asks() -> Who:
@@ -129,7 +129,7 @@ def who_asks() -> Who:
 
 class LongWork:
     """Runs pieces of computations, few at a time, in turns that go round among tenants and connections. So a client
-    that asks for much at once delays others by a piece or two. Belongs to one event loop.
+    with a large request delays others by a piece or two. Belongs to one event loop.
 
     Args:
         name: Of its threads.
@@ -147,7 +147,7 @@ class LongWork:
             function: What to call.
             args: Its arguments.
 
-        If cancelled, a call in a thread goes on and its result is dropped.
+        If cancelled, a call in a thread continues and its result is dropped.
         """
         async with self.turn(num_items):
             if num_items <= PIECE:
@@ -164,10 +164,10 @@ class LongWork:
         if num_items <= _SHORT:
             yield
             return
-        with _telling():
+        with _reporting():
             async with self._turns.turn(who_asks()):
                 yield
-            await asyncio.sleep(0)  # the next piece of a lonely client would follow at once
+            await asyncio.sleep(0)  # else the next piece of the only client would follow at once
 
     def close(self) -> None:
         """Start no further call in a thread. Idempotent."""
@@ -175,18 +175,18 @@ class LongWork:
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
-    """Tell the client of the current request that it is worked on: now and then, and in the end."""
-    tell = still_working.get()
-    if tell is None:
+def _reporting() -> Iterator[None]:
+    """Report to the client of the current request that the service works on it: now and then, and at the end."""
+    report = still_working.get()
+    if report is None:
         yield
         return
     loop = asyncio.get_running_loop()
     timers: list[asyncio.TimerHandle] = []
 
     def tick() -> None:
-        tell()
-        timers[:] = [loop.call_later(_TELL_S, tick)]
+        report()
+        timers[:] = [loop.call_later(_REPORT_S, tick)]
 
     tick()
     try:

@@ -68,15 +68,15 @@ class Answers:
         """The reply to any request but `Load`.
 
         Args:
-            request: What is asked.
+            request: The client's message.
             payload: A save's record.
             deadline: When the store gives up.
-            progress: Told of bytes that a stage has received.
+            progress: Called with the bytes that a stage has received.
             tenant: The peer's tenant, which the session has verified.
             sees_all: Explanations may cover the requests of all tenants.
 
         Raises:
-            KVStoreError: Whatever the store raised; the session reports it to the client.
+            KVStoreError: What the store raised; the session reports it to the client.
         """
         match request:
             case messages.Stage():  # before Lookup, which it extends
@@ -128,12 +128,12 @@ class Answers:
                 await self.store.release(staged.lease)
             raise
 
-    def tell(self, message: messages.Outcome, tenant: str) -> None:
-        """Keep what an engine reports of a request.
+    def report(self, message: messages.Outcome, tenant: str) -> None:
+        """Keep an engine's report of a request.
 
-        A report on a namespace that is another tenant's is dropped. One that nobody has opened here is open to losses
-        only, which are kept by tenant and looked up in no catalog: ranks tell of them, and a service that was just
-        started may hear of a rank before it hears of the scheduler, which opens the namespace.
+        A report on another tenant's namespace is dropped. For a namespace that is not open here only losses are kept.
+        Ranks report them, and a service that has just started may receive a rank's report before the scheduler opens
+        the namespace. Losses are kept by tenant, and need no catalog.
 
         Raises:
             InvalidRequest: Something in it is malformed.
@@ -142,7 +142,7 @@ class Answers:
         namespace = outcome.namespace
         is_early = outcome.is_loss and namespace not in self._opened
         if namespace is None or is_early or self._is_of(tenant, namespace):
-            self.store.tell(outcome)
+            self.store.report(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str

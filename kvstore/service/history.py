@@ -1,4 +1,4 @@
-"""What the service counted over the last hours, and the watcher that samples a store and emits events."""
+"""What the service counted over the last hours, and the watcher that samples a store and adds events."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class History:
         samples_max: Beyond this the oldest samples are dropped.
 
     Attributes:
-        untold: Tiers that do not know what they hold: S3 would have to be scanned.
-        held: By such tier, what it holds according to the catalog, as far as somebody looked.
+        unmeasured: Tiers that do not know what they hold: S3 would have to be scanned.
+        held: By such tier, what it holds according to the catalog, where that was read.
     """
 
     def __init__(self, samples_max: int = _SAMPLES_MAX) -> None:
         self._samples: deque[Sample] = deque(maxlen=samples_max)
-        self.untold: frozenset[str] = frozenset()
+        self.unmeasured: frozenset[str] = frozenset()
         self.held: Mapping[str, int] = {}
 
     def add(self, sample: Sample) -> None:
@@ -66,7 +66,7 @@ class History:
         self._samples.append(sample)
 
     def samples(self) -> list[Sample]:
-        """A copy of all samples, in order; made in one go, since the writer may add to them meanwhile."""
+        """A copy of all samples, in order; made in one step, since the writer may add to them at any time."""
         return list(self._samples)
 
 
@@ -133,9 +133,9 @@ _KEPT = frozenset(
 )
 """Meters that the history keeps."""
 
-_TURNED_AWAY = {
-    "busy": "saves of engines were turned away: too much is on its way to the tiers",
-    "full": "saves of engines were turned away: there was no room",
+_REFUSED = {
+    "busy": "saves of engines were refused: too many bytes wait to be written to the tiers",
+    "full": "saves of engines were refused: no tier had room",
 }
 
 Labels = Mapping[str, str]
@@ -143,15 +143,15 @@ Grown = Mapping[str, list[tuple[Labels, float]]]
 
 
 class Watcher:
-    """Adds a sample to a history every step, and emits events on what has changed since the last one. Belongs to the
-    store's loop. A step asks each tier once for its usage.
+    """Adds a sample to a history every step, and events on what has changed since the last step. Belongs to the store's
+    loop. A step requests the usage of each tier once.
 
     Args:
         store: The store to watch.
         history: Where samples go.
         events: Where events go.
         credentials: Reloads of these become events.
-        step_s: The time between two looks.
+        step_s: The time between two steps.
         clock: For the time of day.
     """
 
@@ -175,7 +175,7 @@ class Watcher:
         self._rules: Mapping[str, str] = {}
         self._credentials = credentials if isinstance(credentials, CredentialsFile) else None
         self._credentials_read = self._num_read()
-        self._orders = self._ordered()
+        self._orders = self._operator_rules()
 
     def start(self) -> None:
         """Watch in the background, until `aclose`."""
@@ -190,7 +190,7 @@ class Watcher:
                 return
 
     async def step(self) -> None:
-        """Look once.
+        """Sample once.
 
         Raises:
             Closed: The store is closed.
@@ -198,7 +198,7 @@ class Watcher:
         deadline = Deadline.after(_ANSWER_S, self._clock)
         status = await self._store.status(deadline=deadline)
         tier_bytes, away = _tiers(status)
-        self._history.untold = frozenset(name for name, held in tier_bytes.items() if held is None)
+        self._history.unmeasured = frozenset(name for name, held in tier_bytes.items() if held is None)
         known = {name: self._history.held.get(name) if held is None else held for name, held in tier_bytes.items()}
         now = self._store.meters.snapshot()
         grown = _grown(self._before, now)
@@ -208,55 +208,55 @@ class Watcher:
             if key.partition("{")[0] in _KEPT and amount > self._before.get(key, 0)
         }
         self._history.add(Sample(self._clock.wall_ms(), counts, _without_none(known), frozenset(away)))
-        self._tell(grown)
-        self._tell_catalog(self._before.get("catalog_complete"), now.get("catalog_complete"))
-        self._tell_rules(status)
-        self._tell_credentials()
-        self._tell_orders()
+        self._add_events(grown)
+        self._add_catalog_event(self._before.get("catalog_complete"), now.get("catalog_complete"))
+        self._add_rule_events(status)
+        self._add_credentials_event()
+        self._add_operator_events()
         self._before = now
 
-    def _tell(self, grown: Grown) -> None:
+    def _add_events(self, grown: Grown) -> None:
         for tier, reasons in _by_tier(grown.get("retention_boundaries", [])).items():
             freed = _by_tier(grown.get("retention_bytes", [])).get(tier, {})
             num = sum(reasons.values())
             causes = ", ".join(f"{cause} {count}" for cause, count in sorted(reasons.items(), key=lambda one: -one[1]))
-            text = f"{num} {'boundary' if num == 1 else 'boundaries'} left {tier}, as retention asks ({causes})"
+            text = f"evicted {num} {'boundary' if num == 1 else 'boundaries'} from {tier} ({causes})"
             self._events.add(
                 EventKind.EVICTED, text, detail={"tier": tier, "num_bytes": sum(freed.values()), **reasons}
             )
         for labels, amount in grown.get("tier_evicted_records", []):
             tier = labels.get("tier", "")
-            text = f"{int(amount)} records left {tier} one by one: it was full before retention made room"
+            text = f"{tier} evicted {int(amount)} records one by one: it was full before retention freed space"
             self._events.add(EventKind.EVICTED, text, detail={"tier": tier, "num_records": int(amount)})
         for _, amount in grown.get("catalog_reconciled", []):
-            text = f"{int(amount)} records left Redis by themselves: evicted, flushed, or lost in a restart"
+            text = f"Redis no longer has {int(amount)} records: evicted, flushed, or lost in a restart"
             self._events.add(EventKind.EVICTED, text, detail={"tier": "redis", "num_records": int(amount)})
         for labels, amount in grown.get("saves", []):
-            if (said := _TURNED_AWAY.get(labels.get("outcome", ""))) is not None:
+            if (said := _REFUSED.get(labels.get("outcome", ""))) is not None:
                 self._events.add(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})
         for labels, amount in grown.get("saves_lost", []):
             reason = labels.get("reason", "other")
             text = f"{int(amount)} records of engines are missing: {REASONS.get(reason, UNKNOWN).why}"
             self._events.add(EventKind.SAVES_DROPPED, text, detail={"records": int(amount), "reason": reason})
         for tier, reasons in _by_tier(grown.get("write_back_dropped", [])).items():
-            text = f"{sum(reasons.values())} records are not copied to {tier}; engines were answered before that"
+            text = f"{sum(reasons.values())} saved records were not copied to {tier}"
             self._events.add(EventKind.SAVES_DROPPED, text, detail={"tier": tier, **reasons})
         for _, amount in grown.get("catalog_changes_lost", []):
-            text = f"the catalog was not told of {int(amount)} changes: lookups ask the tiers as well"
+            text = f"the catalog lost {int(amount)} changes: lookups check the tiers as well"
             self._events.add(EventKind.CATALOG, text, detail={"changes": int(amount)})
 
-    def _tell_catalog(self, before: float | None, now: float | None) -> None:
+    def _add_catalog_event(self, before: float | None, now: float | None) -> None:
         if now is None or before is None or bool(now) == bool(before):
             return
-        said = "knows of everything that is stored again" if now else "lacks records that are stored: `kvstore reindex`"
-        self._events.add(EventKind.CATALOG, f"the catalog {said}", is_public=True)
+        state = "is complete again" if now else "lacks records that are stored: run `kvstore reindex`"
+        self._events.add(EventKind.CATALOG, f"the catalog {state}", is_public=True)
 
-    def _tell_rules(self, status: Mapping[str, object]) -> None:
+    def _add_rule_events(self, status: Mapping[str, object]) -> None:
         rules = status["admission"]
         assert isinstance(rules, Mapping)
         for namespace, rule in rules.items():
             if self._rules.get(namespace) != rule:
-                text = f"retention_admission is {rule} for this namespace from now on"
+                text = f"retention_admission is now {rule} for this namespace"
                 self._events.add(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
         self._rules = dict(rules)
 
@@ -267,24 +267,22 @@ class Watcher:
             else (0, 0)
         )
 
-    def _tell_credentials(self) -> None:
+    def _add_credentials_event(self) -> None:
         before, self._credentials_read = self._credentials_read, self._num_read()
         if self._credentials_read[0] > before[0]:
             detail = {"tokens": self._credentials.num_tokens if self._credentials is not None else 0}
-            self._events.add(
-                EventKind.SETTINGS, "the credentials were read again, and count from now on", detail=detail
-            )
+            self._events.add(EventKind.SETTINGS, "reloaded the credentials", detail=detail)
         elif self._credentials_read[1] > before[1]:
-            text = "the credentials file cannot be used: those before it go on to count, the log says what is wrong"
+            text = "invalid credentials file; keeping the previous credentials. The log says what is wrong"
             self._events.add(EventKind.SETTINGS, text)
 
-    def _ordered(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
+    def _operator_rules(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
         orders = self._store.operations.orders
         return (orders.quotas, orders.retired) if orders is not None else ({}, {})
 
-    def _tell_orders(self) -> None:
-        """Emit events on orders, given here or at another service, that apply here from now on."""
-        (quotas_before, retired_before), self._orders = self._orders, self._ordered()
+    def _add_operator_events(self) -> None:
+        """Add events on quotas and retired weights that an operator has changed, here or at another service."""
+        (quotas_before, retired_before), self._orders = self._orders, self._operator_rules()
         quotas, retired = self._orders
         for tenant in sorted(quotas_before.keys() | quotas.keys()):
             if (quota := quotas.get(tenant)) != quotas_before.get(tenant):
@@ -293,11 +291,11 @@ class Watcher:
                     detail["guaranteed_bytes"] = quota.guaranteed_bytes
                 if quota is not None and quota.maximum_bytes is not None:
                     detail["maximum_bytes"] = quota.maximum_bytes
-                text = f"the quota of tenant {tenant} {'holds from now on' if quota is not None else 'is withdrawn'}"
+                text = f"the quota of tenant {tenant} is {'in force' if quota is not None else 'removed'}"
                 self._events.add(EventKind.SETTINGS, text, tenant=tenant, detail=detail)
         for tenant_or_all, weights_id in retired.keys() ^ retired_before.keys():
             are = (
-                "are retired: nothing of them is served"
+                "are retired: none of their records is served"
                 if (tenant_or_all, weights_id) in retired
                 else "are served again"
             )

@@ -190,7 +190,7 @@ class Session:
             return
         message = messages.decode(head)
         match message:
-            case messages.Ping():  # answered here: it asks whether this loop runs
+            case messages.Ping():  # answered here: it checks whether this loop runs
                 self.connection.post(messages.Pong(message.id))
             case messages.Cancel():
                 if (task := self._running.get(message.id)) is not None:
@@ -198,7 +198,7 @@ class Session:
             case messages.Release():
                 self._release(LeaseId(message.lease))
             case messages.Outcome():
-                self._answers.tell(message, self.tenant)
+                self._answers.report(message, self.tenant)
             case messages.Request():
                 self._start(message, payload, "" if self._tracing is None else _trace(head))
             case _:
@@ -285,7 +285,7 @@ class Session:
         self._weigh(num_bytes, task)
 
     def _weigh(self, num_bytes: int, task: asyncio.Task[None]) -> None:
-        """Count what a request holds until its task ends; read nothing more meanwhile if that is too much."""
+        """Count what a request holds until its task ends; read nothing more until then if that is too much."""
 
         def ended(_: object) -> None:
             self._requests.give_back(self.tenant, num_bytes)
@@ -304,7 +304,7 @@ class Session:
         if self._running.get(request_id) is not task:
             return  # it is answered
         del self._running[request_id]
-        if task.cancelled():  # before it answered, perhaps before it began
+        if task.cancelled():  # before it answered, or before it began
             self.connection.post(error_of(request_id, Unavailable("the request was cancelled")))
 
     async def _traced(self, tracing: Tracing, trace: str, request: messages.Request, receipt: Receipt) -> None:
@@ -352,7 +352,7 @@ class Session:
 
     async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
         async with self._load_turns:
-            # before the record is taken: one that is evicted meanwhile is not kept for a peer that does not read
+            # before the record is taken: for a peer that does not read, no evicted record is kept
             await self.connection.writable()
             reply, data = await self._answers.load(request, deadline, tenant=self.tenant)
             num_bytes = len(data) if data is not None else 0
@@ -404,21 +404,21 @@ class Session:
 
     def _progress_of(self, request: messages.Request) -> Progress:
         loop = asyncio.get_running_loop()
-        told_at_s, staged_bytes = 0.0, 0
+        sent_at_s, staged_bytes = 0.0, 0
 
-        def tell(*, working: bool) -> None:
-            nonlocal told_at_s
-            if loop.time() - told_at_s >= self._limits.stage_progress_s:
-                told_at_s = loop.time()
+        def send(*, working: bool) -> None:
+            nonlocal sent_at_s
+            if loop.time() - sent_at_s >= self._limits.stage_progress_s:
+                sent_at_s = loop.time()
                 self.connection.post(messages.StageProgress(request.id, staged_bytes, working))
 
         def progress(num_bytes: int) -> None:
             nonlocal staged_bytes
             staged_bytes = num_bytes
-            tell(working=False)
+            send(working=False)
 
         if isinstance(request, messages.Stage):
-            still_working.set(lambda: tell(working=True))  # of this request alone: it has a task of its own
+            still_working.set(lambda: send(working=True))  # of this request alone: it has a task of its own
         return progress
 
     # leases and the end

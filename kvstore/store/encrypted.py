@@ -224,12 +224,12 @@ class EncryptedStore(PageStore):
             named = key if generation is None else generation.named(key)
             await self.inner.discard(named, reason, deadline=deadline)
 
-    def tell(self, outcome: Outcome) -> None:
-        """As `PageStore.tell`; the boundary that stopped the request is kept under its current name."""
+    def report(self, outcome: Outcome) -> None:
+        """As `PageStore.report`; the boundary that stopped the request is kept under its current name."""
         generations = self.generations(outcome.tenant)
         if outcome.stop is not None and generations:
             outcome = replace(outcome, stop=_boundary(outcome.stop, generations[0]))
-        self.inner.tell(outcome)
+        self.inner.report(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""

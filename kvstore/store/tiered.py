@@ -385,7 +385,7 @@ class TieredStore(PageStore):
             return False
         return self._aside.try_take(tenant, num_bytes)
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         self._explainer.tell(outcome)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:

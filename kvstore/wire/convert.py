@@ -114,7 +114,7 @@ def staged_reply(
     Args:
         request_id: The request's.
         staged: What is staged.
-        query: What was asked for, by a client that reads packed answers; `None`: by one that does not.
+        query: The request, of a client that reads packed answers; `None`: of one that does not.
         layout: The namespace's, likewise.
     """
     chosen = _pack_chosen(staged, query, layout) if query is not None and layout is not None else b""
@@ -136,7 +136,7 @@ def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, lay
 
     Args:
         message: The answer.
-        query: What was asked for, if packed answers are read.
+        query: The request, if packed answers are read.
         layout: The namespace's, likewise.
 
     Raises:
@@ -144,7 +144,7 @@ def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, lay
     """
     if message.chosen:
         if query is None or layout is None:
-            raise InvalidRequest("a packed answer was not asked for", field="staged.chosen")
+            raise InvalidRequest("a packed answer was not requested", field="staged.chosen")
         keys, spans = _unpack_chosen(message.chosen, query, layout)
     else:
         keys, spans = _unpack_keys(message)

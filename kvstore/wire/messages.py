@@ -65,7 +65,7 @@ class Welcome(Message):
         arena: Id of the memory that the service shares with peers on its node; empty for none.
         explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
         codes: Whether its errors carry a `code` where there is one.
-        losses: Whether it tells an `outcome` that is a loss from one of a request.
+        losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
     """
 
     type: ClassVar[str] = "welcome"
@@ -340,7 +340,7 @@ class Cancel(Message):
 class Error(Reply):
     """Answers a failed request. `kind` is a class name of `kvstore.errors`; an unknown one means `InternalError`.
 
-    `code` tells cases of a kind apart on which a program acts; empty for most, and unknown ones are ignored.
+    `code` distinguishes cases of a kind on which a program acts. It is empty for most; unknown codes are ignored.
     """
 
     type: ClassVar[str] = "error"

@@ -98,7 +98,7 @@ async def use(made: World, number: int) -> None:
             stop=asked.boundary(64) if reason == "nothing_stored" else None,
             tenant=prompt.tenant,
         )
-        made.store.tell(told)
+        made.store.report(told)
 
 
 def tell_of_a_bad_night(made: World) -> None:
@@ -108,5 +108,5 @@ def tell_of_a_bad_night(made: World) -> None:
     tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
     told = {"tier": "filesystem", "reason": "payload checksum"}
     tell(EventKind.QUARANTINED, "a record in filesystem was put aside, and not served", namespace=about, detail=told)
-    tell(EventKind.EVICTED, "12 boundaries left filesystem, as retention asks", detail={"evicted": 12})
+    tell(EventKind.EVICTED, "evicted 12 boundaries from filesystem", detail={"evicted": 12})
     tell(EventKind.SAVES_DROPPED, "7 records are not copied to filesystem", detail={"busy": 7})

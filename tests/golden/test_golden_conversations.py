@@ -262,7 +262,7 @@ async def test_todays_client_at_a_service_of_that_release(file: Path) -> None:
                 assert bytes((await store.load(staged.lease, key, deadline=soon())).data) == by_key[key]
             with pytest.raises(Unavailable, match="the lease has ended"):
                 await store.load(LeaseId(bytes(16)), records[0].key, deadline=soon())
-            store.tell(outcome)
+            store.report(outcome)
             assert (await store.explain("golden-1", deadline=soon()))["reason"] == "stage_timeout"
             assert (await store.explain("", deadline=soon()))["requests"]
             await store.release(staged.lease)

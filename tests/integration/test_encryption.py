@@ -112,7 +112,7 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
             assert words in caplog.text
             stop = RED.boundary(64)
             outcome = Outcome("request", RED.namespace, 272, 272, 0, 0, "nothing_stored", stop=stop, tenant="red")
-            store.tell(outcome)
+            store.report(outcome)
             told = await store.explain("request", deadline=soon(), tenant="red")
             assert (told["reason"], bool(told["advice"])) == (reason, True)
             if reason != "missing_key":  # a new current key is a right one

@@ -117,12 +117,12 @@ async def _look_at_totals(context: AdminContext) -> None:
     names = context.operations.tier_names
     while True:
         wait_s = _TOTALS_POLL_S
-        if untold := context.history.untold:
+        if unmeasured := context.history.unmeasured:
             started_s = SYSTEM_CLOCK.monotonic_s()
             with suppress(KVStoreError):
                 totals = await context.catalog.totals(deadline=context.soon(_TOTALS_S))
                 held = amounts_of(sum_of(totals.values()), names)
-                context.history.held = {name: amount.num_bytes for name, amount in held.items() if name in untold}
+                context.history.held = {name: amount.num_bytes for name, amount in held.items() if name in unmeasured}
             wait_s = max(_TOTALS_S, (SYSTEM_CLOCK.monotonic_s() - started_s) / _TOTALS_SHARE)
         await asyncio.sleep(wait_s)
 

@@ -178,8 +178,8 @@ async def test_wrong_numbers_are_refused(made: World) -> None:
 async def test_history_is_all_or_the_tenants_own(made: World) -> None:
     """Operators see what the service counted; a tenant its own requests, and nothing that sums up others."""
     red = await made.save(prompt_of("a", "red"))
-    made.store.tell(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
-    made.store.tell(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
+    made.store.report(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
+    made.store.report(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
     await made.port._watcher.step()
     async with made.client("operator") as client:
         for hours in (1, 6):

@@ -136,7 +136,7 @@ async def test_orders_are_given(made: World, run: Run) -> None:
 async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, as tables or JSON: counters, tiers, namespaces, requests; a tenant's token shows what is its own."""
     prompt = await made.save(prompt_of("a"))
-    made.store.tell(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+    made.store.report(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     status, out, err = await run("top", "--once", "--timeout", "60")
     assert (status, err) == (0, "")
     for text in ("since its start: 1 lookups", "filesystem", "healthy", prompt.namespace.hex(), "chatcmpl-1"):
@@ -168,7 +168,7 @@ async def test_requests_are_listed_by_their_whole_ids(made: World, run: Run, tmp
     prompt = await made.save(prompt_of("a"))
     ids = [f"chatcmpl-{digit * 50}" for digit in "12"]
     for id_ in ids:
-        made.store.tell(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+        made.store.report(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     url = ("--url", f"unix:{tmp_path / 'socket'}")
     status, out, err = await run("explain", *url)
     assert (status, err) == (0, "") and all(id_ in out for id_ in ids)
