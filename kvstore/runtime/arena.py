@@ -178,7 +178,7 @@ class ArenaView:
         self._bytes: Any = np.frombuffer(self._memory, np.uint8)
 
     def copy(self, place: Place, target: memoryview) -> bool:
-        """Copy the bytes to the start of `target`. False: the buffer was freed before the copy was complete; `target` is undefined.
+        """Copy the bytes to the start of `target`. False: the buffer was freed before that; `target` is undefined.
 
         Raises:
             InvalidRequest: No such place, or the target is too small.
