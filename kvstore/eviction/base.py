@@ -8,7 +8,7 @@ from itertools import count
 from typing import ClassVar
 
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.pauses import SplitDict, let_go
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
 __all__ = ["FreeNodes", "Policy"]
 
@@ -47,7 +47,7 @@ class Policy(ABC):
         """The boundary to evict next, which the policy no longer offers; `None`: nothing is free."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def empty_in_pieces(self) -> None:
         """Drop all state piece by piece, so that other threads are not stopped; the policy is unusable afterwards."""
 
 
@@ -78,9 +78,9 @@ class FreeNodes:
                 return node
         return None
 
-    def let_go(self) -> None:
+    def empty_in_pieces(self) -> None:
         """Drop all entries piece by piece."""
-        let_go(self._heap)
+        empty_in_pieces(self._heap)
 
     def _is_current(self, rank: float, node: Node) -> bool:
         return node.is_held and node.num_holds == 0 and node.rank == rank and node.queue == self._queue
@@ -97,5 +97,5 @@ class FreeNodes:
         for entry in first.values():  # `heapify` would stop all other threads until it has finished
             heapq.heappush(kept, entry)
         outdated, self._heap = self._heap, kept
-        let_go(outdated, first)
+        empty_in_pieces(outdated, first)
         self._compact_at = 2 * len(kept) + _SLACK

@@ -66,8 +66,8 @@ class FlopsPerByte(Policy):
             self._inflation = max(self._inflation, node.rank)
         return node
 
-    def let_go(self) -> None:
-        self._free.let_go()
+    def empty_in_pieces(self) -> None:
+        self._free.empty_in_pieces()
 
     def _rank(self, node: Node) -> None:
         saved = self._cost.span(node.tokens - node.span_tokens, node.tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.eviction.base import Policy
 from kvstore.eviction.prefixes import Key, Node
-from kvstore.runtime.pauses import let_go
+from kvstore.runtime.pauses import empty_in_pieces
 
 __all__ = ["Holdings", "Pool", "Quota"]
 
@@ -81,11 +81,11 @@ class Holdings:
     def __contains__(self, key: Key) -> bool:
         return key in self._nodes
 
-    def let_go(self) -> None:
+    def empty_in_pieces(self) -> None:
         """Drop all state piece by piece, so that other threads are not stopped; unusable afterwards."""
         for pool in self._pools.values():
-            pool.policy.let_go()
-        let_go(self._nodes)
+            pool.policy.empty_in_pieces()
+        empty_in_pieces(self._nodes)
 
     def get(self, key: Key) -> Node | None:
         return self._nodes.get(key)

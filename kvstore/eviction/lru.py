@@ -39,5 +39,5 @@ class Lru(Policy):
     def victim(self) -> Node | None:
         return self._free.pop()
 
-    def let_go(self) -> None:
-        self._free.let_go()
+    def empty_in_pieces(self) -> None:
+        self._free.empty_in_pieces()

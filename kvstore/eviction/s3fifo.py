@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvstore.eviction.base import FreeNodes, Policy
 from kvstore.eviction.prefixes import Key, Node
-from kvstore.runtime.pauses import let_go
+from kvstore.runtime.pauses import empty_in_pieces
 
 __all__ = ["S3Fifo"]
 
@@ -80,10 +80,10 @@ class S3Fifo(Policy):
             self._bytes[node.queue] -= node.num_bytes
             self._enqueue(node, _MAIN)
 
-    def let_go(self) -> None:
+    def empty_in_pieces(self) -> None:
         for queue in self._queues:
-            queue.let_go()
-        let_go(self._uses, self._ghosts)
+            queue.empty_in_pieces()
+        empty_in_pieces(self._uses, self._ghosts)
 
     def _enqueue(self, node: Node, queue: int) -> None:
         node.queue = queue

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
-__all__ = ["SplitDict", "collector_paused", "collector_spared", "let_go"]
+__all__ = ["SplitDict", "collector_paused", "collector_spared", "empty_in_pieces"]
 
 _AT_ONCE = 512
 
@@ -46,7 +46,7 @@ def collector_spared() -> Iterator[None]:
         gc.unfreeze()
 
 
-def let_go(*containers: list[Any] | MutableMapping[Any, Any]) -> None:
+def empty_in_pieces(*containers: list[Any] | MutableMapping[Any, Any]) -> None:
     """Empty large containers piece by piece: dropped whole, they would stop all threads until all objects are gone."""
     for container in containers:
         if isinstance(container, list):

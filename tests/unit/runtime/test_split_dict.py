@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.runtime.pauses import SplitDict, let_go
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
 KEYS = st.binary(min_size=1, max_size=3) | st.integers(0, 200)
 
@@ -25,7 +25,7 @@ def test_it_does_what_a_dict_does(steps: list[tuple[str, bytes | int, int]]) -> 
             del plain[key], split[key]
         assert (key in split) == (key in plain) and split.get(key) == plain.get(key)
     assert (dict(split), len(split), bool(split)) == (plain, len(plain), bool(plain))
-    let_go(split)
+    empty_in_pieces(split)
     assert not split
     with pytest.raises(KeyError):
         split.popitem()
