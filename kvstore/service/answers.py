@@ -1,4 +1,4 @@
-"""What each request means: messages in, calls of the `PageStore`, messages out. Knows no connection."""
+"""Turns requests into calls of the `PageStore`, and results into messages. Knows no connection."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Session:
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._loaded_bytes = 0  # of loads that are being sent
-        self._sends, self._reads = Stall(), Stall()  # of its peer
+        self._sends, self._reads = Stall(), Stall()  # what its peer sends and reads
         self._greeting: asyncio.TimerHandle | None = None
 
     @property
@@ -129,7 +129,7 @@ class Session:
             now_s: On the monotonic clock.
         """
         is_in_head = self.connection.reader.is_in_head
-        if self.connection.is_held:  # it is we who do not read
+        if self.connection.is_held:  # this service does not read now
             silent_s = self._sends.ended()
         elif is_in_head or self._incoming.holds_room:
             silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
@@ -150,8 +150,8 @@ class Session:
         on_made(self)
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
-        """Allocate for a save that its peer may make, within credit and budget; a payload on any other message is an
-        error. Nothing is held for a save that will be refused: its payload is dropped as it comes.
+        """Allocate the buffer of a save, within credit and budget. A payload on any other message is an error. The
+        payload of a save that will be refused is dropped as it arrives, so it holds no memory.
         """
         message = messages.decode(head)
         if not isinstance(message, messages.Save):
@@ -165,7 +165,7 @@ class Session:
         return LATER
 
     async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
-        """Apply back-pressure: read nothing more from this peer until there is room, or its save is too late anyway."""
+        """Apply backpressure: read nothing more from this peer until there is room, or until its save is late."""
         has_room = await self._incoming.wait(payload_bytes, deadline)
         if not self.connection.open:
             return
@@ -174,12 +174,12 @@ class Session:
         self.connection.provide(self._answers.store.buffer(payload_bytes) if has_room else None)
 
     def _expect_payload(self, deadline: Deadline) -> None:
-        """Give up on the payload that comes now when it is late."""
+        """Give up the payload that arrives now once it is late."""
         wait_s = min(deadline.remaining_s, self._limits.receive_timeout_s)
         self._receiving = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def _give_up(self) -> None:
-        """Let others have the room of the payload that is being received, if there is one."""
+        """Give back the room of the payload that is being received, if there is one, and drop the payload."""
         if self._incoming.give_up():
             self.connection.reader.drop_payload()
 
@@ -219,7 +219,7 @@ class Session:
         self.connection.refuse(InvalidRequest("no hello arrived in time", seconds=self._limits.hello_timeout_s))
 
     def _greet(self, head: Head) -> None:
-        if head.get("type") != messages.Hello.type:  # nothing else is looked at
+        if head.get("type") != messages.Hello.type:  # no other message is decoded
             raise InvalidRequest("the first message must be a hello")
         message = messages.decode(head)
         assert isinstance(message, messages.Hello)
@@ -282,16 +282,17 @@ class Session:
         task = owner.spawn(serve(request, receipt), request.type)
         self._running[request.id] = task
         task.add_done_callback(partial(self._ended, request.id, receipt))
-        self._weigh(num_bytes, task)
+        self._count_bytes(num_bytes, task)
 
-    def _weigh(self, num_bytes: int, task: asyncio.Task[None]) -> None:
-        """Count what a request holds until its task ends; read nothing more until then if that is too much."""
+    def _count_bytes(self, num_bytes: int, task: asyncio.Task[None]) -> None:
+        """Count what a request holds until its task ends. While the connection's requests hold too much, read nothing
+        more from it."""
 
         def ended(_: object) -> None:
             self._requests.give_back(self.tenant, num_bytes)
             self._request_bytes -= num_bytes
             if self._request_bytes <= self._limits.connection_request_bytes:
-                self.connection.go_on()
+                self.connection.resume()
 
         self._requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes
@@ -319,7 +320,7 @@ class Session:
         request_context.set(RequestContext(self.number, request.id, self.tenant, namespace))  # of this task alone
         reply: Message
         try:
-            # the store keeps the deadline; the scope only makes sure that no request runs for ever
+            # the store keeps the deadline; the scope only guarantees that no request runs for ever
             async with Deadline(deadline.at_s + _GRACE_S).scope(request.type):
                 if isinstance(request, messages.Load):
                     await self._serve_load(request, deadline)
@@ -333,14 +334,14 @@ class Session:
                     deadline,
                     self._progress_of(request),
                     tenant=self.tenant,
-                    sees_all=self._is_our_own,
+                    sees_all=self._is_own_user,
                 )
         except KVStoreError as error:
             reply = error_of(request.id, error)
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
             _log.exception("a request failed type=%s client=%s", request.type, self.client)
             reply = error_of(request.id, InternalError("the service failed", error=type(error).__name__))
-        receipt.settle()  # before the answer, at which the client takes its credit back
+        receipt.settle()  # before the answer: when it arrives, the client counts its credit as free
         try:
             await self._send_or_release(request.id, reply)
         except InternalError as error:  # it cannot be packed, so nothing of it was sent
@@ -363,14 +364,14 @@ class Session:
                 self._loaded_bytes -= num_bytes
 
     def _shared_arena(self) -> Arena | None:
-        """The arena, if this peer may map it. It holds all tenants' records, so only our own user's process without a
-        tenant may."""
-        return self._answers.store.arena if self._is_our_own else None
+        """The arena, if this peer may map it. It holds the records of all tenants, so only a process of the service's
+        own user without a tenant may."""
+        return self._answers.store.arena if self._is_own_user else None
 
     @property
-    def _is_our_own(self) -> bool:
-        """Whether the peer is a process of our own user, on this node, without a tenant: it may see what it could read
-        anyway."""
+    def _is_own_user(self) -> bool:
+        """Whether the peer is a process of the service's own user, on this node, without a tenant. It could read
+        everything from the service's memory, so it may see everything here."""
         is_local = getattr(self.connection.extra("socket"), "family", None) == socket.AF_UNIX
         return is_local and self.tenant == NO_TENANT
 
@@ -383,7 +384,7 @@ class Session:
         self._running.pop(request.id, None)
 
     async def _send_or_release(self, request_id: int, reply: Message) -> None:
-        """Send an answer, or release the lease in it: then the client will never learn of it."""
+        """Send an answer. If that fails, release the lease in it: the client never receives it."""
         lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
         if lease is not None:
             self.leases.add(lease)
@@ -442,7 +443,7 @@ class Session:
 
 
 def _bytes_of(request: messages.Request) -> int:
-    """What a request holds while it is answered; only of those that may be long."""
+    """The bytes that a request holds while it is answered; 0 for requests that are always short."""
     match request:
         case messages.Lookup():  # and Stage
             return len(request.tokens) + len(request.prefixes)
@@ -452,7 +453,7 @@ def _bytes_of(request: messages.Request) -> int:
 
 
 def _trace(head: Head) -> str:
-    """The peer's trace context; only a hint, so one that cannot be read is ignored."""
+    """The peer's trace context. It is only a hint, so an unreadable one is ignored."""
     trace = head.get("trace")
     return trace if isinstance(trace, str) and len(trace) <= _TRACE_CHARS_MAX else ""
 

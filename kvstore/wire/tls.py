@@ -1,4 +1,4 @@
-"""TLS on the data port: certificates and trusted authorities of both sides, and renewal while the service runs."""
+"""TLS settings of both sides. A service loads renewed certificates while it runs."""
 
 from __future__ import annotations
 
