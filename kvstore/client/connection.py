@@ -43,7 +43,7 @@ class ClientOptions:
         backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
         backoff_max_s: The longest pause, and so the longest that recovery takes once the service is back.
         first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect to end: it
-            fails at once where no service listens, but a private service may take so long to start.
+            fails at once where no service listens, but a private service may take as long to start.
         tls: What the client trusts and presents at a `tls://` address.
         shared_memory: Read records from the service's shared memory, if it offers that: one copy instead of two.
     """
@@ -98,7 +98,7 @@ class _Pending:
     Attributes:
         future: Resolved with answer and payload; if done earlier, its caller no longer waits.
         allocate: Makes the buffer for the answer's payload.
-        on_progress: Called with progress: the bytes so far, and whether it is worked on in any case.
+        on_progress: Called with progress: the bytes so far, and whether the service works on the request.
         error: Why a payload could not be received.
         settle: Called once, when the service has answered or never will.
     """

@@ -43,7 +43,7 @@ class Reports:
 
     Args:
         control: Lends the control connection; raises as `RemoteStore`'s calls do.
-        patience_s: A ping that is not answered for so long has failed.
+        patience_s: A ping that is not answered for this long has failed.
         clock: For the age of reports.
     """
 

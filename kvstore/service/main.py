@@ -83,10 +83,10 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
 
 
 def _allow_descriptors() -> None:
-    """Let this process open as many files as the system allows it, up to 65,536; a connection is one.
+    """Raise the limit of open files to what the system allows, at most 65,536. Each connection is one file.
 
     Raises:
-        InvalidRequest: These are too few for a service.
+        InvalidRequest: The system allows too few files for a service.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = most == resource.RLIM_INFINITY

@@ -27,10 +27,10 @@ __all__ = ["Server"]
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 _CHECK_S = 1.0
-"""Between two checks of the files that may change, and of peers that have stopped to read or to send."""
+"""Pause between two checks of the files that may change, and of peers that have stopped to read or to send."""
 _UNREAD_S = 1.0
 _VERB = "kvstore "
-"""The name of a client that is a verb of the command line begins so; an engine's does not."""
+"""Names of clients that are verbs of the command line begin with this; names of engines do not."""
 
 
 class Server:
