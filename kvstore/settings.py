@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
@@ -124,7 +123,7 @@ def _tenth_of_ram() -> int:
     return usable_bytes() // 10  # of the container's limit where there is one: a tenth of the machine may be more
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings of a service. Frozen; made with `load_settings`.
 
     Attributes:
@@ -201,9 +200,7 @@ class Settings(BaseSettings):
         idle_exit_s: Exit when no client was connected for this long; by default never. For private services.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, enable_decoding=False, hide_input_in_errors=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     listen: Annotated[Address, BeforeValidator(_address)] = UnixAddress("/run/kvstore.sock")
     admin_listen: Annotated[TcpAddress | None, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
@@ -281,15 +278,19 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         InvalidRequest: A key that no setting has (the nearest one is named), a value that does not fit, or a file that
             cannot be read. Never shows a secret.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    _refuse_unknown(given, "flag")
-    environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}  # noqa: TID251
-    in_environment = {
-        name.upper().removeprefix(ENV_PREFIX).lower()
-        for name in environment
-        if name.upper() not in (CONFIG_VARIABLE, TOKEN_VARIABLE) and not name.upper().startswith(_FOREIGN_PREFIXES)
+    from_flags = {name: value for name, value in (flags or {}).items() if value is not None}
+    _refuse_unknown(from_flags, "flag")
+    environment = {
+        name.upper(): value
+        for name, value in os.environ.items()  # noqa: TID251
+        if name.upper().startswith(ENV_PREFIX)
     }
-    _refuse_unknown(in_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
+    from_environment = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name not in (CONFIG_VARIABLE, TOKEN_VARIABLE) and not name.startswith(_FOREIGN_PREFIXES)
+    }
+    _refuse_unknown(from_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
     if config is None and environment.get(CONFIG_VARIABLE):
         config = Path(environment[CONFIG_VARIABLE])
     from_file = _read_toml(config) if config is not None else {}
@@ -297,21 +298,18 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         if isinstance(value, dict) and name not in Settings.model_fields:
             raise InvalidRequest(f"settings stand at the top of {config}: remove the line [{name}]")
     _refuse_unknown(from_file, f"key in {config}")
-    for name, value in {**from_file, **_lower(environment), **given}.items():
+    values: dict[str, object] = {**from_file, **from_environment, **from_flags}
+    for name, value in values.items():
         if isinstance(value, str) and len(value) > _TEXT_CHARS_MAX:
             raise InvalidRequest(f"setting {name}: expected at most {_TEXT_CHARS_MAX} characters", seen=len(value))
-    weaker = {name: value for name, value in from_file.items() if name not in in_environment}
-    try:
-        settings = Settings(**{**weaker, **given})
-    except ValidationError as error:
-        typed = dict.fromkeys(from_file, f"in {config}")
-        typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in in_environment}
-        typed |= {name: f"as --{name.replace('_', '-')}" for name in given}
-        raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given}, typed)) from None
+    typed = dict.fromkeys(from_file, f"in {config}")
+    typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in from_environment}
+    typed |= {name: f"as --{name.replace('_', '-')}" for name in from_flags}
+    settings = _made(values, typed)
     settings._sources = {
         **dict.fromkeys(from_file, "file"),
-        **dict.fromkeys(in_environment, "environment"),
-        **dict.fromkeys(given, "flag"),
+        **dict.fromkeys(from_environment, "environment"),
+        **dict.fromkeys(from_flags, "flag"),
     }
     return settings
 
@@ -323,15 +321,15 @@ def settings_from(values: Mapping[str, object]) -> Settings:
         InvalidRequest: As `load_settings`.
     """
     _refuse_unknown(values, "setting")
-    rest = {name: field.get_default(call_default_factory=True) for name, field in Settings.model_fields.items()}
+    return _made(values, {})
+
+
+def _made(values: Mapping[str, object], typed: Mapping[str, str]) -> Settings:
+    """Settings of these values; an error says where each wrong one was `typed`."""
     try:
-        return Settings(**{**rest, **values})
+        return Settings.model_validate(values)
     except ValidationError as error:
-        raise InvalidRequest(_explain(error, values)) from None
-
-
-def _lower(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name.upper().removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items()}
+        raise InvalidRequest(_explain(error, values, typed)) from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -352,7 +350,7 @@ def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
             raise InvalidRequest(f"unknown {what} {cut(spell(name))}: did you mean {spell(near)}?")
 
 
-def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[str, str] | None = None) -> str:
+def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[str, str]) -> str:
     """Every wrong field: its name, how or where it was typed, what was expected, what was seen."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
@@ -362,6 +360,6 @@ def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[
         value = seen.get(name)
         value = without_secrets(value) if isinstance(value, str) else value
         seen_text = "" if "seen=" in expected else f" seen={shown(value)}"
-        where = f" (given {typed[name]})" if typed and name in typed else ""
+        where = f" (given {typed[name]})" if name in typed else ""
         lines.append(f"setting {name}: {cut(expected, 300)}{seen_text}{where}")
     return "; ".join(lines)
