@@ -106,7 +106,7 @@ def unix_accepts(path: str) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return False
         except BlockingIOError:  # its backlog is full: the listener is there, if slow
             return True

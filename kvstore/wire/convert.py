@@ -295,7 +295,7 @@ def _same_fields(value: Any, target: type[Any]) -> dict[str, Any]:
 
 
 @cache
-def _same_names(source: type[Any], target: type[Any]) -> tuple[str, ...]:
+def _same_names(source: Any, target: Any) -> tuple[str, ...]:
     known = {field.name for field in fields(target)}
     return tuple(field.name for field in fields(source) if field.name in known)
 

@@ -377,7 +377,7 @@ def decode(head: Head) -> Message:
 
 
 @cache
-def _schema(cls: type[Message]) -> tuple[tuple[str, type[Any], bool], ...]:
+def _schema(cls: Any) -> tuple[tuple[str, type[Any], bool], ...]:
     """For each field its name, its type, and whether it must be there."""
     hints = get_type_hints(cls)
     return tuple(
