@@ -1,5 +1,6 @@
-"""`/`: the dashboard, which is files of this package and one library of an installed one. They hold nothing of what is
-stored, and are answered to anybody; what they show they ask of the other routes, with whatever token is typed in.
+"""`/`: the dashboard: files of this package, and one library of an installed package.
+
+The files need no token, since they contain no data. The page gets data from the other routes, with the user's token.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fastapi.responses import Response
 
 from kvstore.service.admin.problems import Refused
 
-__all__ = ["FOLDER", "is_dashboard", "router"]
+__all__ = ["FOLDER", "router"]
 
 router = APIRouter(include_in_schema=False)
 
-FOLDER = Path(__file__).parent / "dashboard"
+FOLDER = Path(__file__).parent.parent / "dashboard"
 _CHARTS = "charts.js"
 _CHARTS_PACKAGE, _CHARTS_FILE = "chartkick", "django/static/chartkick/Chart.bundle.js"
-"""Chart.js with its date adapter, as that package carries it."""
+"""Chart.js with its date adapter, from that package."""
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -34,7 +35,7 @@ _MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # nothing from elsewhere, nothing inline, and no text that becomes HTML or a script
+    # nothing from other hosts, nothing inline, and no text that becomes HTML or a script
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -45,7 +46,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Vary": "Accept-Encoding",
 }
-_ASK_AGAIN, _FOR_A_YEAR = "no-cache", "public, max-age=31536000, immutable"
+_REVALIDATE, _FOR_A_YEAR = "no-cache", "public, max-age=31536000, immutable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,10 @@ class _File:
     """A file as it is sent.
 
     Attributes:
-        body: As it is.
-        packed: With gzip.
+        body: Its bytes.
+        packed: The same, compressed with gzip.
         tag: Digest of the body.
-        media_type: What it is.
+        media_type: With the character set.
     """
 
     body: bytes
@@ -65,14 +66,9 @@ class _File:
     media_type: str
 
 
-def is_dashboard(path: str) -> bool:
-    """Whether a path is the dashboard's, which is answered to anybody."""
-    return path == "/" or path.startswith("/dashboard/")
-
-
 @router.get("/")
 async def page(request: Request) -> Response:
-    """The page. It names the chart library by its digest, so that a browser may keep that for a year."""
+    """The page. The address of the chart library contains its digest, so that a browser may cache it for a year."""
     return await _answer(request, "index.html", "")
 
 
@@ -80,7 +76,7 @@ async def page(request: Request) -> Response:
 async def file(
     request: Request,
     name: Annotated[str, PathParameter(max_length=100)],
-    v: Annotated[str, Query(max_length=100, description="digest of the file, for those that are kept")] = "",
+    v: Annotated[str, Query(max_length=100, description="digest of a file that browsers may cache")] = "",
 ) -> Response:
     """A file of the page."""
     return await _answer(request, name, v)
@@ -91,8 +87,8 @@ async def _answer(request: Request, name: str, wanted: str) -> Response:
     if found is None:
         raise Refused(404, "the dashboard has no such file", seen=name)
     tag = f'"{found.tag}"'
-    kept = _FOR_A_YEAR if wanted == found.tag else _ASK_AGAIN
-    headers = {**_HEADERS, "ETag": tag, "Cache-Control": kept}
+    caching = _FOR_A_YEAR if wanted == found.tag else _REVALIDATE
+    headers = {**_HEADERS, "ETag": tag, "Cache-Control": caching}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" not in request.headers.get("accept-encoding", ""):
@@ -102,7 +98,7 @@ async def _answer(request: Request, name: str, wanted: str) -> Response:
 
 @cache
 def _load(name: str) -> _File | None:
-    """A file by its name, read once; `None`: there is none."""
+    """A file by its name, read once; `None`: there is no such file."""
     path = _charts_path() if name == _CHARTS else _own_files().get(name)
     if path is None or not path.is_file():
         return None
@@ -116,7 +112,7 @@ def _load(name: str) -> _File | None:
 
 @cache
 def _own_files() -> dict[str, Path]:
-    """Nothing but what is there by its plain name: no part of an address is ever a part of a path."""
+    """The files by their names, so that no part of an address becomes part of a path."""
     return {path.name: path for path in FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
 
 

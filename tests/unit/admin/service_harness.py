@@ -24,7 +24,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire.address import parse_address
 
-__all__ = ["TOKENS", "World", "ended", "prompt_of", "soon", "world", "write_credentials"]
+__all__ = ["TOKENS", "ServiceHarness", "ended", "open_service", "prompt_of", "soon", "write_credentials"]
 
 TOKENS = {
     "operator": ("*", "read, admin"),
@@ -53,7 +53,7 @@ def write_credentials(path: Path, tokens: Mapping[str, tuple[str, str]] = TOKENS
 
 
 @dataclass
-class World:
+class ServiceHarness:
     """What a test works with.
 
     Attributes:
@@ -98,7 +98,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, *, with_tokens: bool = True, **flags: object) -> AsyncIterator[World]:
+async def open_service(folder: Path, *, with_tokens: bool = True, **flags: object) -> AsyncIterator[ServiceHarness]:
     """A service over memory and a directory, or whatever the flags say, that listens on free ports."""
     path = write_credentials(folder / "credentials.toml") if with_tokens else None
     own = {"memory_bytes": "32MiB", "disk_bytes": "256MiB", "cold": f"file://{folder / 'records'}"}
@@ -110,7 +110,7 @@ async def world(folder: Path, *, with_tokens: bool = True, **flags: object) -> A
             await server.listen([parse_address(str(settings.listen))])
             async with admin_port(Administered(settings, credentials, store, server)) as port:
                 assert port is not None
-                yield World(store, server, port, port.url, path)
+                yield ServiceHarness(store, server, port, port.url, path)
         finally:
             await server.aclose()
 

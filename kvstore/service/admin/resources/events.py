@@ -1,79 +1,70 @@
-"""`/v1/events`: what happened lately at this service, as a list or as it happens (server-sent events)."""
+"""`/v1/events`: recent events of this service, as a list or as they happen (server-sent events)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from kvstore.errors import KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.events import Event, EventKind
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
-from kvstore.service.admin.parameters import NAMESPACE_EXAMPLE, namespace_id
-from kvstore.service.admin.problems import refusals
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, namespace_id
+from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["events"])
 
+_FOLLOWERS_MAX, _FOLLOWERS_OF_TOKEN_MAX = 64, 8
+"""Of 128 connections that the port has, so that followers cannot keep other clients out."""
 _FOLLOW_S = 600.0
-"""Then a follower asks again, with `Last-Event-ID`. One whose token is revoked is ended at once."""
+"""A response ends after this time, and the client continues with `Last-Event-ID`."""
 _HEARTBEAT_S = 15.0
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _RETRY_MS = 2000
 _NEUTRAL_DETAIL = ("tier", "away_s", "release")
-"""Of what everybody may know: reasons may name machines and other tenants."""
+"""The details of a public event that a tenant sees: reasons can name machines and other tenants."""
 
 Kind = Literal[
     "started", "tier_down", "tier_back", "quarantined", "evicted", "saves_dropped", "catalog", "settings", "admin"
 ]
+Severity = Literal["info", "warning", "error"]
 
 
 class OneEvent(BaseModel):
-    """One thing that happened at this service."""
+    """One event of this service."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "id": "1763800000123",
-                "at": "2026-11-22T07:54:33.120+00:00",
-                "kind": "tier_down",
-                "severity": "error",
-                "text": "tier redis is off, requests go on without it",
-                "namespace": "",
-                "detail": {"tier": "redis", "reason": "the server did not answer in time"},
-            }
-        }
-    )
-
-    id: str = Field(description="grows; what `Last-Event-ID` takes")
-    at: str = Field(description="when, ISO 8601 in UTC")
+    id: str = Field(description="grows; the value for `Last-Event-ID`", examples=["1763800000123"])
+    at: str = Field(description="when, ISO 8601 in UTC", examples=["2026-11-22T07:54:33.120+00:00"])
     kind: Kind
-    severity: Literal["info", "warning", "error"]
-    text: str = Field(description="in words")
+    severity: Severity
+    text: str = Field(description="in words", examples=["tier redis failed; requests continue without it"])
     namespace: str = Field(
-        description="what it is about; empty: nothing of one namespace", examples=[NAMESPACE_EXAMPLE]
+        description="the namespace that it concerns; empty: not a single one", examples=[NAMESPACE_EXAMPLE]
     )
-    detail: dict[str, Any] = Field(description="plain values; of what is about all tenants, to operators only")
+    detail: dict[str, Any] = Field(
+        description="plain values; for operators only where the event concerns all tenants",
+        examples=[{"tier": "redis", "reason": "the server did not answer in time"}],
+    )
 
 
 class EventList(BaseModel):
     """Recent events, newest first."""
 
     events: list[OneEvent]
-    last_id: str = Field(description="follow from here on: send it as `Last-Event-ID`", examples=["1763800000123"])
+    last_id: str = Field(description="to follow from here on, send it as `Last-Event-ID`", examples=["1763800000123"])
 
 
-_SEVERITY: dict[EventKind, Literal["info", "warning", "error"]] = {
+_SEVERITY: dict[EventKind, Severity] = {
     EventKind.TIER_DOWN: "error",
     EventKind.QUARANTINED: "error",
     EventKind.SAVES_DROPPED: "warning",
@@ -81,7 +72,7 @@ _SEVERITY: dict[EventKind, Literal["info", "warning", "error"]] = {
 }
 _SENT_EVENT = {
     "type": "object",
-    "description": "each event; `data` is what a list has",
+    "description": "each event; `data` is an event as in a list",
     "required": ["id", "event", "data"],
     "properties": {
         "id": {"type": "string"},
@@ -97,71 +88,76 @@ _SENT_EVENT = {
     response_model=EventList,
     responses={
         200: {
-            "description": "as they happen, or with `follow=false` a list",
+            "description": "events as they happen, or with `follow=false` a list",
             "content": {"text/event-stream": {"schema": _SENT_EVENT}},
         },
-        **refusals(401, 403, 422, 429, 503),
     },
 )
 async def list_events(
     context: Context,
     grant: Reader,
     *,
-    follow: Annotated[bool, Query(description="as they happen, as server-sent events; else a list")] = True,
-    limit: Annotated[int, Query(ge=1, le=1000, description="of a list, how many at most")] = 100,
+    follow: Annotated[bool, Query(description="true: as they happen, as server-sent events; false: a list")] = True,
+    limit: Annotated[int, Query(ge=1, le=1000, description="events of a list at most")] = 100,
     last_event_id: Annotated[
-        str, Header(pattern="^[0-9]{0,20}$", description="the last one that was seen: only what is newer is told")
+        str, Header(pattern="^[0-9]{0,20}$", description="the last event that was seen: only later ones are sent")
     ] = "",
 ) -> Response:
-    """What happened lately at this service: tiers that went and came back, records put aside, evictions, saves that
-    were dropped, settings and administrative actions that took effect. The last 256 of each kind are kept, in memory.
+    """Recent events of this service: tiers that failed and recovered, quarantined records, evictions, dropped saves,
+    settings and administrative changes. The last 256 of each kind are kept, in memory.
 
-    A tenant is told of what is about its own namespaces, and that a tier went or came back. Followed, the answer begins
-    with what is kept, has a comment every 15 seconds, and ends after ten minutes, when the service stops, or within
-    seconds when the token is revoked.
+    A tenant sees events of its own namespaces, and that a tier failed or recovered. With `follow` the response begins
+    with the events that are kept and has a comment every 15 seconds. It ends after ten minutes, when the service stops,
+    or within seconds when the token is revoked.
     """
     after = int(last_event_id or 0)
     if not follow:
         seen = await _visible(context, grant, after)
-        last = str(context.events.last if grant.tenant is None else seen[-1].number if seen else after)
-        listed = EventList(events=[_shown(event, grant) for event in seen[: -limit - 1 : -1]], last_id=last)
+        last = context.service.store.events.last if grant.tenant is None else seen[-1].number if seen else after
+        listed = EventList(events=[_shown(event, grant) for event in seen[: -limit - 1 : -1]], last_id=str(last))
         return Response(listed.model_dump_json(), media_type="application/json")
-    context.followers.enter(grant.name)
+    followers = context.followers
+    if followers.total() >= _FOLLOWERS_MAX or followers[grant.name] >= _FOLLOWERS_OF_TOKEN_MAX:
+        raise Refused(503, "too many clients follow the events already", headers={"Retry-After": "10"})
+    followers[grant.name] += 1
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_follow(context, grant, after), media_type="text/event-stream", headers=headers)
 
 
 async def _follow(context: AdminContext, grant: Grant, after: int) -> AsyncIterator[str]:
-    """Ends by itself when the time is up or the service stops, and by cancellation when the client leaves."""
+    """Ends when the time is up, the service stops or the token is revoked. Cancelled when the client disconnects."""
     try:
         beat_s = SYSTEM_CLOCK.monotonic_s()
         end_s = beat_s + _FOLLOW_S
-        looked_at = -1
+        seen_last = -1
         yield f"retry: {_RETRY_MS}\n\n"
-        while not context.is_stopping() and (now_s := SYSTEM_CLOCK.monotonic_s()) < end_s and context.holds(grant):
-            if (last := context.events.last) != looked_at:
+        while not context.is_stopping() and (now_s := SYSTEM_CLOCK.monotonic_s()) < end_s and context.is_valid(grant):
+            if (last := context.service.store.events.last) != seen_last:
                 for event in await _visible(context, grant, after):
                     shown = _shown(event, grant)
                     yield f"id: {shown.id}\nevent: {shown.kind}\ndata: {shown.model_dump_json()}\n\n"
-                after = looked_at = last
+                after = seen_last = last
             if now_s - beat_s >= _HEARTBEAT_S:
                 beat_s = now_s
                 yield ": still here\n\n"
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
     finally:
-        context.followers.leave(grant.name)
+        context.followers[grant.name] -= 1
+        if not context.followers[grant.name]:
+            del context.followers[grant.name]
 
 
 async def _visible(context: AdminContext, grant: Grant, after: int) -> list[Event]:
-    kept = context.events.after(after)
+    """Events after a number that a token may see."""
+    kept = context.service.store.events.after(after)
     if grant.tenant is None:
         return kept
     own: dict[str, bool] = {"": False}
     for namespace in {event.namespace for event in kept} - {""}:
         try:
-            tenant = await context.catalog.tenant_of(namespace_id(namespace), deadline=context.soon())
+            tenant = await context.catalog.tenant_of(namespace_id(namespace))
         except KVStoreError:
-            tenant = None  # whose it is cannot be told now: then nobody's
+            tenant = None  # the owner is not known now, so no tenant sees it
         own[namespace] = tenant is not None and grant.sees(tenant)
     return [event for event in kept if event.is_public or event.tenant == grant.tenant or own[event.namespace]]
 
@@ -179,5 +175,5 @@ def _shown(event: Event, grant: Grant) -> OneEvent:
         severity=_SEVERITY.get(event.kind, "info"),
         text=event.text,
         namespace=event.namespace,
-        detail=json.loads(json.dumps(detail)),
+        detail=detail,
     )
