@@ -289,9 +289,10 @@ def parse_namespace(namespace: bytes, where: str) -> NamespaceId:
     return NamespaceId(namespace)
 
 
-def _same_fields(value: Any, target: type[Any]) -> dict[str, Any]:
-    """The fields of `value` that `target` has too, by name."""
-    return {name: getattr(value, name) for name in _same_names(type(value), target)}
+def _same_fields(value: Any, target: Any) -> dict[str, Any]:
+    """The fields of `value` that the class `target` has too, by name."""
+    source: Any = type(value)
+    return {name: getattr(value, name) for name in _same_names(source, target)}
 
 
 @cache

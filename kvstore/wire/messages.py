@@ -351,7 +351,7 @@ class Error(Reply):
 
 def encode(message: Message) -> dict[str, Any]:
     """A message as a frame's head: its fields by name, and its type."""
-    return {"type": message.type} | {name: getattr(message, name) for name, _, _ in _schema(type(message))}
+    return {"type": message.type} | {name: getattr(message, name) for name, _, _ in _schema(message.type)}
 
 
 def decode(head: Head) -> Message:
@@ -367,7 +367,7 @@ def decode(head: Head) -> Message:
         seen = kind[:64] if isinstance(kind, str) else type(kind).__name__
         raise InvalidRequest("unknown type of message", field="type", expected="a type of protocol 1", seen=seen)
     values = {}
-    for name, hint, is_required in _schema(cls):
+    for name, hint, is_required in _schema(cls.type):
         if name in head:
             values[name] = _checked(cls, name, hint, head[name])
         elif is_required:
@@ -377,8 +377,9 @@ def decode(head: Head) -> Message:
 
 
 @cache
-def _schema(cls: Any) -> tuple[tuple[str, type[Any], bool], ...]:
-    """For each field its name, its type, and whether it must be there."""
+def _schema(kind: str) -> tuple[tuple[str, type[Any], bool], ...]:
+    """For each field of a message its name, its type, and whether it must be there."""
+    cls = MESSAGE_TYPES[kind]
     hints = get_type_hints(cls)
     return tuple(
         (
