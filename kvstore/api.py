@@ -20,8 +20,8 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
 from kvstore.model.spans import MAX_PREFIX_TOKENS
 from kvstore.runtime.arena import Arena
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.machine import fresh_buffer
 
 __all__ = [
     "Ack",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvstore.runtime.arena import Arena
-from kvstore.runtime.machine import fresh_buffer
+from kvstore.runtime.buffers import fresh_buffer
 
 __all__ = ["RecordMemory", "view"]
 

@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.machine import fresh_buffer
 from kvstore.runtime.tracing import trace_parent
 from kvstore.wire import messages
 from kvstore.wire.address import Address, UnixAddress

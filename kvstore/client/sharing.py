@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.arena import ArenaView, Place
-from kvstore.runtime.machine import fresh_buffer
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
 from kvstore.wire.frames import FrameReader, Head, pack_head

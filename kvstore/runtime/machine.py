@@ -9,13 +9,9 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 __all__ = [
     "container_bytes",
-    "fresh_buffer",
     "leave_pinned_core",
     "machine_bytes",
     "populate",
@@ -44,16 +40,6 @@ def container_bytes(limits: Iterable[Path] = _CGROUP_LIMITS) -> int | None:
 def usable_bytes() -> int:
     """Memory that the processes of this machine, or of this container, have together."""
     return container_bytes() or machine_bytes()
-
-
-def fresh_buffer(num_bytes: int) -> memoryview:
-    """A writable buffer of unspecified content; all of it must be written before it is read.
-
-    Unlike a `bytearray`, it is not zeroed, which would block the event loop. The code that fills the buffer, often in a
-    thread, takes the page faults of the first touch.
-    """
-    array: Any = np.empty(num_bytes, np.uint8)
-    return memoryview(array)
 
 
 _MADV_POPULATE_WRITE = 23

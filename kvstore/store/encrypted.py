@@ -22,8 +22,8 @@ from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.background import Background
+from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.machine import fresh_buffer
 from kvstore.runtime.watched_file import Watched
 from kvstore.store import key_ledger
 from kvstore.store.key_ledger import KeyLedger, KeyState
