@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
-from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
+from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
@@ -131,9 +131,9 @@ def plan_leaving(
     ]
     is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
     del leaving
-    held.empty_in_pieces()
+    held.let_go()
     empty_in_pieces(place)
-    holdings.empty_in_pieces()
+    holdings.discard()
     return LeavingPlan(leavers, is_enough)
 
 
@@ -175,7 +175,7 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
         for index, entry in enumerate(held.entries)
         if not is_whole[index] and entry.pinned_until_s <= now_s
     }
-    held.empty_in_pieces()
+    held.let_go()
     return used_s
 
 
