@@ -131,7 +131,7 @@ def plan_leaving(
     ]
     is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
     del leaving
-    held.let_go()
+    held.empty_in_pieces()
     empty_in_pieces(place)
     holdings.discard()
     return LeavingPlan(leavers, is_enough)
@@ -175,7 +175,7 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
         for index, entry in enumerate(held.entries)
         if not is_whole[index] and entry.pinned_until_s <= now_s
     }
-    held.let_go()
+    held.empty_in_pieces()
     return used_s
 
 
