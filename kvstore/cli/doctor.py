@@ -18,7 +18,7 @@ from kvstore.cli.printing import console_of, echo_json, table_of
 from kvstore.cli.service import NO_SERVICE, StoreInUse, service_url, store_in_use
 from kvstore.doctor import Finding, ReportedStore, ServiceAddress, Verdict, checks_of, run_checks, without
 from kvstore.errors import KVStoreError
-from kvstore.service.secrets import secrets_of
+from kvstore.service.reported_settings import secrets_of
 from kvstore.settings import TOKEN_VARIABLE, load_settings
 
 __all__ = ["doctor"]

@@ -13,7 +13,7 @@ import typer
 
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.sizes import parse_bytes
-from kvstore.service.token_file import read_token
+from kvstore.service.authentication import read_token
 from kvstore.settings import TOKEN_VARIABLE, Settings
 from kvstore.wire.tls import ClientTls
 

@@ -13,8 +13,8 @@ import typer
 
 from kvstore.cli.options import quieted, tls_of, token_of
 from kvstore.client import BlockingStore, ClientOptions
-from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.client.remote import EMBEDDED
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
@@ -308,7 +308,7 @@ def _reported_settings(address: str, token: str, local: Settings, timeout_s: flo
 def _store_of(
     reported: Mapping[str, Any], local: Settings, address: str, *, is_remote: bool = False, is_chosen: bool = False
 ) -> StoreInUse:
-    from kvstore.service.told_settings import named_credentials, settings_of
+    from kvstore.service.reported_settings import named_credentials, settings_of
 
     settings, lacking = settings_of(reported, local)
     own = {name: getattr(local, name) for name in ("hot", "cold") if name in local.model_fields_set}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import kvstore
 from kvstore.client import ClientOptions, connect
-from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.errors import InvalidRequest, KVStoreError, in_words
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.token_file import read_token
+from kvstore.service.authentication import read_token
 from kvstore.store.reasons import REASONS, UNKNOWN
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls

@@ -14,7 +14,7 @@ from kvstore.cli.admin import AdminClient
 from kvstore.cli.status import page_of
 from kvstore.cli.top import read_values, screen_of
 from kvstore.client import connect
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.deployment.test_monitoring import METRIC, expressions
 from tests.unit.admin.service_harness import open_service, soon
