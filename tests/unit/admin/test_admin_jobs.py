@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.catalog.base import LeaveReason, Removal
+from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.names import format_name
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -148,7 +148,8 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     await made.store.operations.delete([key], Level.COLD, deadline=soon())
     await made.catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
     cut = await made.save(Prompt(ATTENTION, "cut", 64, tenant="red", model="cut"))
-    await made.catalog.start_leaving(cut.namespace, cut.boundary(64).prefix, Level.COLD, deadline=soon())
+    leaving = Leaving(cut.namespace, cut.boundary(64).prefix)
+    await made.catalog.start_leaving([leaving], Level.COLD, deadline=soon())
     lost = await made.save(Prompt(ATTENTION, "lost", 64, tenant="red", model="lost"))
     await made.catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()
