@@ -9,8 +9,7 @@ import pytest
 
 from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import RecordKey
-from kvstore.model.keys import PlainChain
+from kvstore.model.keys import PlainChain, RecordKey
 from kvstore.service.admin.resources.prompt import split_token_ids
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
