@@ -19,7 +19,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
 if TYPE_CHECKING:  # both sides report losses; it stands below them
-    from connector.scheduler.bridge import Bridge
+    from connector.bridge import Bridge
 
 __all__ = ["Losses", "Lost"]
 

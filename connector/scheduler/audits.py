@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from connector.bridge import Bridge
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJob, AuditJobs, BlockIds, LoadPiece, RankReport
 from connector.scheduler.audit_records import AuditRecord, records_of
-from connector.scheduler.bridge import Bridge
-from connector.scheduler.load_plan import blocks_of
-from connector.scheduler.saves import Offer
+from connector.scheduler.facts import Offer
+from connector.scheduler.plans import blocks_of
 from kvstore.api import Deadline, LeaseId, PageStore, Staged
 from kvstore.errors import Closed, InternalError
 from kvstore.model.keys import PrefixHash

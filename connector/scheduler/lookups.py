@@ -13,18 +13,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from connector.adapters import Adapters
+from connector.bridge import Bridge, result_or_none, traced
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.admission import Admission
 from connector.scheduler.audits import Audits
-from connector.scheduler.bridge import Bridge, result_or_none, traced
-from connector.scheduler.fetching import staging
-from connector.scheduler.flights import Flights
-from connector.scheduler.handoffs import awaits_more, look_again
-from connector.scheduler.ledger import Fetch, RequestState
+from connector.scheduler.decide import Admission
+from connector.scheduler.fetching import Flights, staging
 from connector.scheduler.outcomes import Outcomes, cut, silent
-from connector.scheduler.patience import Patience
+from connector.scheduler.requests import Fetch, RequestState
+from connector.scheduler.waiting import Patience, awaits_more, look_again
 from connector.settings import ConnectorSettings
+from connector.weights import Adapters
 from kvstore.api import Deadline, LeaseId, Lookup, PageStore, PrefixQuery, Staged
 from kvstore.errors import Closed
 from kvstore.model.keys import NamespaceId

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from connector.scheduler.bridge import Bridge, result_or_none
-from connector.scheduler.ledger import Fetch, RequestState
+from connector.bridge import Bridge, result_or_none
+from connector.scheduler.requests import Fetch, RequestState
 from kvstore.api import Lookup, Outcome, PageStore, Staged
 from kvstore.errors import Closed
 from kvstore.model.coverage import longest_resumable

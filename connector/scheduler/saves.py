@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,21 @@ from connector.canonical.window import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import BlockIds, RankReport, SaveJob
 from connector.losses import Losses, Lost
-from connector.scheduler.announcements import Announcements
-from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.load_plan import blocks_of
-from connector.scheduler.save_plan import PageToSave, final_pages
+from connector.scheduler.cache_events import Announcements
+from connector.scheduler.facts import Offer
+from connector.scheduler.plans import PageToSave, blocks_of, final_pages
+from connector.scheduler.requests import Ledger, RequestState
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.spans import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
-__all__ = ["BlockPins", "Offer", "Running", "Saves"]
+__all__ = [
+    "BlockPins",
+    "Running",
+    "Saves",
+    "Watchdog",
+]
 
 _WAIT_S = 5.0
 """A save that finds no room for so long is given up: its blocks are the engine's, and the store does not keep up."""
@@ -38,15 +44,6 @@ class BlockPins(Protocol):
     def pin(self, block_ids: Sequence[int]) -> None: ...
 
     def unpin(self, block_ids: Sequence[int]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A recurrent state that vLLM just made: in one step's forward, at a boundary, in one of its groups."""
-
-    vllm_group: int
-    block_id: int
-    boundary_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,3 +480,53 @@ class Saves:
 def _stored(state: RequestState, index: int) -> Callable[[int], bool]:
     present: Mapping[int, int] = state.present
     return lambda tokens: bool(present.get(tokens, 0) >> index & 1)
+
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_STEPS = 1000
+_PATIENCE_S = 60.0
+"""A rank answers within its save's deadline, ten seconds. An idle engine makes a thousand steps in seconds, one that
+stands still makes none: only both together say that no answer will come."""
+
+
+class Watchdog:
+    """Watches the oldest save in flight, from step to step.
+
+    A vLLM that does not call a rank's hooks as we expect leaves saves unanswered, and with them the ranks' room and
+    the engine's blocks for ever. What a rank has not copied in so many steps it never will: the blocks are given back.
+
+    Args:
+        saves: What is watched.
+        clock: Time.
+
+    Attributes:
+        has_ended_saves: Nothing may be saved any more.
+    """
+
+    def __init__(self, saves: Saves, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._saves = saves
+        self._clock = clock
+        self._job_id: int | None = None
+        self._steps = 0
+        self._since_s = 0.0
+        self.has_ended_saves = False
+
+    def on_step(self) -> None:
+        """Give up all saves if the oldest was not answered for 1,000 steps and a minute. Called once for each step."""
+        job_id = self._saves.oldest_job_id
+        if job_id is None or job_id != self._job_id:
+            self._job_id, self._steps = job_id, 0
+            if job_id is not None:
+                self._since_s = self._clock.monotonic_s()
+            return
+        self._steps += 1
+        if self._steps < _STEPS or self._clock.monotonic_s() - self._since_s < _PATIENCE_S:
+            return
+        self.has_ended_saves = True
+        num_lost = self._saves.abandon(Lost.UNANSWERED)
+        _log.error(
+            "kvstore: nothing is saved any more: the ranks did not answer %d saves in many steps: this vLLM does not"
+            " call the connector as it should; please report its version and how the engine is run",
+            num_lost,
+        )

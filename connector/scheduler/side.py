@@ -9,35 +9,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from connector.adapters import Adapters
+from connector.bridge import Bridge
 from connector.canonical.window import may_lose_blocks
 from connector.facts import EngineFacts
+from connector.host_memory import page_bytes, save_room
 from connector.identity import CacheShape
 from connector.jobs import AuditJobs, LoadJob, RankReport, StepJobs
 from connector.losses import Losses, Lost
 from connector.prefix_hash import PrefixChain
-from connector.room import page_bytes, save_room
-from connector.scheduler.admission import Admission
 from connector.scheduler.audits import Audits
-from connector.scheduler.bridge import Bridge
-from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.load_plan import plan_load
+from connector.scheduler.decide import Admission
+from connector.scheduler.facts import PromptFacts, StepFacts
 from connector.scheduler.lookups import Lookups
-from connector.scheduler.opening import Opening
+from connector.scheduler.namespace import Opening
 from connector.scheduler.outcomes import Outcomes
-from connector.scheduler.prompt_facts import PromptFacts
-from connector.scheduler.saves import BlockPins, Running, Saves
-from connector.scheduler.step_facts import StepFacts
+from connector.scheduler.plans import plan_load
+from connector.scheduler.requests import Ledger, RequestState
+from connector.scheduler.saves import BlockPins, Running, Saves, Watchdog
 from connector.scheduler.timing import Timing
-from connector.scheduler.watchdog import Watchdog
 from connector.settings import ConnectorSettings
+from connector.weights import Adapters
 from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.sizes import format_bytes
 
-__all__ = ["PromptFacts", "SchedulerSide", "StepFacts"]
+__all__ = ["SchedulerSide"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from connector.scheduler.admission import Admission
-from connector.scheduler.ledger import Ledger
+from connector.scheduler.decide import Admission
+from connector.scheduler.requests import Ledger
 from kvstore.runtime.clock import Clock
 
 __all__ = ["StepClock", "Timing"]

@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import Device, Fence
 from connector.jobs import LoadJob, LoadPiece
-from connector.scheduler.bridge import Bridge
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup
 from connector.worker.staging import RecordMemory, view

@@ -16,11 +16,11 @@ from operator import attrgetter
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
 from connector.device.host_pages import PageShare
 from connector.jobs import RankReport, SaveJob
 from connector.losses import Losses, Lost
-from connector.scheduler.bridge import Bridge
 from connector.worker.groups import RankGroup
 from connector.worker.spare_time import SpareTime
 from connector.worker.staging import RecordMemory, view

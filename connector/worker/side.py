@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import Device, Fence
 from connector.device.choose import open_device
 from connector.device.cpu import CpuDevice
 from connector.device.host_pages import PAGE_ALIGN_BYTES, HostPages, PageShare
 from connector.facts import EngineFacts
+from connector.host_memory import page_bytes, save_room
 from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
 from connector.losses import Losses
-from connector.room import page_bytes, save_room
-from connector.scheduler.bridge import Bridge
 from connector.settings import ConnectorSettings
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup, prove_group

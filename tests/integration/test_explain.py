@@ -13,7 +13,8 @@ import pytest
 from redis.asyncio import Redis
 
 from connector.identity import describe_namespace
-from connector.scheduler.side import PromptFacts, SchedulerSide
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.api import Ack, Deadline, Outcome
 from kvstore.catalog.redis import RedisCatalog

@@ -19,8 +19,9 @@ from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
 from connector.losses import Lost
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.saves import Offer, Running, Saves
+from connector.scheduler.facts import Offer
+from connector.scheduler.requests import Ledger, RequestState
+from connector.scheduler.saves import Running, Saves
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from kvstore.runtime.meters import Meters

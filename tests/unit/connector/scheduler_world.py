@@ -9,9 +9,9 @@ from typing import Any
 
 from connector.identity import describe_namespace
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.saves import Offer
-from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
+from connector.scheduler.facts import Offer, PromptFacts, StepFacts
+from connector.scheduler.requests import RequestState
+from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.format.record import Record
 from tests.unit.connector.support import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from connector import weights
-from connector.adapters import Adapters, find_adapter_files
-from connector.content import AdapterRequest, UncacheableContent
+from connector.prefix_hash import AdapterRequest, UncacheableContent
+from connector.weights import Adapters, find_adapter_files
 from kvstore.errors import InvalidRequest
 
 

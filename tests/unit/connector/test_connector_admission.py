@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from connector.identity import describe_namespace
-from connector.request_flags import RequestFlags
-from connector.scheduler.admission import Admission
-from connector.scheduler.flights import common_tokens
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.decide import Admission
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.fetching import common_tokens
+from connector.scheduler.requests import RequestState
 from kvstore.api import LeaseId, Lookup, Offer, Retention, Staged
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from connector.scheduler.announcements import Announcement, Announcements, RequestHashes
-from connector.scheduler.saves import Offer
+from connector.scheduler.cache_events import Announcement, Announcements, RequestHashes
+from connector.scheduler.facts import Offer
 from tests.unit.connector.scheduler_world import World, world
 from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES

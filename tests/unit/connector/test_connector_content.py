@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.content import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent
-from connector.prefix_hash import PrefixChain
+from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PrefixChain, PromptContent
 
 TOKENS = tuple((7919 * position) % 128_000 for position in range(96))
 IMAGE = MediaItem("image", "a" * 64, 20, 30)

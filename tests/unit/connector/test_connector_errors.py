@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.connector import KVStoreConnector
 from connector.jobs import AuditJob, AuditJobs, LoadPiece, StepJobs
-from connector.scheduler.side import StepFacts
+from connector.scheduler.facts import StepFacts
+from connector.vllm.connector import KVStoreConnector
 from connector.worker.staging import RecordMemory
 from tests.unit.connector.rank_world import SOURCE, Make, Rank
 from tests.unit.connector.scheduler_world import World, world

@@ -13,8 +13,9 @@ from connector.identity import CacheShape, read_shape
 from connector.jobs import RankReport, SaveJob
 from connector.losses import Losses
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.saves import Offer, Running, Saves
+from connector.scheduler.facts import Offer
+from connector.scheduler.requests import Ledger, RequestState
+from connector.scheduler.saves import Running, Saves
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, ManualClock, make_facts, tokens_of

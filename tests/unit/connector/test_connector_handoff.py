@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from connector.handoff import Handoff, read_handoff, wants_receipt, write_receipt
-from connector.scheduler.saves import Offer
+from connector.request_parameters import Handoff, read_handoff, wants_receipt, write_receipt
+from connector.scheduler.facts import Offer
 from tests.unit.connector.scheduler_world import World, world
 from tests.unit.connector.support import BLOCK, eventually
 from tests.unit.connector.test_connector_group_saves import FULL, STATES

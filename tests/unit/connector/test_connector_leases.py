@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from connector.adapters import Adapters
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.admission import Admission
-from connector.scheduler.ledger import RequestState
+from connector.scheduler.decide import Admission
 from connector.scheduler.lookups import Lookups
 from connector.scheduler.outcomes import Outcomes
+from connector.scheduler.requests import RequestState
 from connector.settings import ConnectorSettings
+from connector.weights import Adapters
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.scheduler_world import World, world
 from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of

@@ -116,7 +116,7 @@ def test_the_largest_difference_is_of_all_ranks_and_times(
     """A rank that has seen less does not hide what another one has seen, in one payload or in a later one."""
     from types import SimpleNamespace
 
-    from connector.stats import KVStorePromMetrics
+    from connector.vllm.observability import KVStorePromMetrics
 
     def seen(value: float) -> Payload:
         return {"gauges": {"connector_audit_max_difference": value}}
@@ -159,7 +159,7 @@ def test_prometheus_gets_what_was_counted(prometheus: tuple[CollectorRegistry, d
     """Metrics without labels are there from the start; payloads of two engines are kept apart."""
     from types import SimpleNamespace
 
-    from connector.stats import KVStorePromMetrics
+    from connector.vllm.observability import KVStorePromMetrics
 
     registry, kinds = prometheus
     shown = KVStorePromMetrics(
@@ -188,8 +188,8 @@ def test_statistics_survive_the_way_between_processes() -> None:
     """vLLM sends `to_dict()` as msgpack and builds the statistics again; they aggregate, and an empty one is empty."""
     import msgspec
 
-    from connector.connector import KVStoreConnector
-    from connector.stats import KVStoreStats
+    from connector.vllm.connector import KVStoreConnector
+    from connector.vllm.observability import KVStoreStats
 
     sent = KVStoreStats({"counters": {"connector_hits": 1}, "times": {"connector_load_seconds": [0.5]}})
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_dict()))

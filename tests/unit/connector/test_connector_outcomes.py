@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from connector.request_flags import RequestFlags
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.facts import PromptFacts
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK

@@ -14,8 +14,7 @@ from connector.canonical.slices import HeadGrid, SliceGrid
 from connector.facts import CellFacts, GroupFacts
 from connector.identity import GroupShape
 from connector.jobs import LoadPiece
-from connector.scheduler.load_plan import plan_load
-from connector.scheduler.save_plan import PageToSave, final_pages
+from connector.scheduler.plans import PageToSave, final_pages, plan_load
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey

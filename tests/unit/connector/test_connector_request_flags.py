@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from connector.request_flags import RequestFlags, read_flags
+from connector.request_parameters import RequestFlags, read_flags
 from kvstore.api import Retention
 
 

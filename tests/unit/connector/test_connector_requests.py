@@ -11,9 +11,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from connector.content import AdapterRequest, MediaItem, PromptContent, UncacheableContent
-from connector.prefix_hash import PrefixChain
-from connector.vllm_requests import RequestReader, read_trace
+from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
+from connector.vllm.requests import RequestReader, read_trace
 
 HASH = "5" * 64
 TRUSTING = RequestReader(trusts_media=True)

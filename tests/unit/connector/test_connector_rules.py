@@ -13,7 +13,7 @@ import torch
 
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.vllm_rules import read_rules
+from connector.vllm.model_facts import read_rules
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from tests.unit.connector.support import make_facts

@@ -10,8 +10,7 @@ import pytest
 
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.saves import Offer
-from connector.scheduler.side import PromptFacts, StepFacts
+from connector.scheduler.facts import Offer, PromptFacts, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from tests.unit.connector.scheduler_world import BLOCK_BYTES, World, unready_world, world
 from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
@@ -345,7 +344,7 @@ def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
 
 def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that starts before its service is cached once the service is there."""
-    monkeypatch.setattr("connector.scheduler.opening._OPEN_RETRY_S", 0.01)
+    monkeypatch.setattr("connector.scheduler.namespace._OPEN_RETRY_S", 0.01)
     with unready_world(tmp_path) as at:
         at.store.errors["open_namespace"] = Unavailable("not yet")
         at.store.held.clear()
@@ -371,7 +370,7 @@ def test_weights_are_digested_off_the_engine_s_thread(tmp_path: Path, monkeypatc
         assert gate.wait(10)
         return "digest"
 
-    monkeypatch.setattr("connector.scheduler.opening.find_weights_id", slow)
+    monkeypatch.setattr("connector.scheduler.namespace.find_weights_id", slow)
     with unready_world(tmp_path, weights_id=None, lookup_timeout_ms=10) as at:
         at.store.held.clear()
         neither_hits_nor_saves(at)

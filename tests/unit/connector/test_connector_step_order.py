@@ -11,8 +11,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from connector import vllm_facts
-from connector.connector import KVStoreConnector, _RankProof, _StepMetadata
 from connector.jobs import SaveJob, StepJobs
+from connector.vllm.connector import KVStoreConnector, _RankProof, _StepMetadata
 from kvstore.model.keys import NamespaceId, PrefixHash
 from tests.unit.connector.scheduler_world import world
 
@@ -138,7 +138,7 @@ def test_a_configuration_that_is_not_as_it_was(
     def changed(*_: Any) -> Any:
         raise AttributeError("no attribute 'tensor_parallel_size'")
 
-    monkeypatch.setattr("connector.connector.read_facts", changed)
+    monkeypatch.setattr("connector.vllm.connector.read_facts", changed)
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both")
     rank = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.WORKER, SimpleNamespace())
     assert rank.worker_side is None and rank.get_handshake_metadata() is None

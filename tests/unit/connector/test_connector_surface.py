@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from connector.scheduler.announcements import Announcement, BlockRun
-from connector.surface import EngineSurface
+from connector.scheduler.cache_events import Announcement, BlockRun
+from connector.vllm.observability import EngineSurface
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import BLOCK, make_facts, make_shape
 
@@ -85,7 +85,7 @@ def events_of(*announcements: Announcement) -> list[Any]:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    from connector.kv_events import to_events
+    from connector.vllm.observability import to_events
 
     shape = make_shape(make_facts())
     (group,) = shape.groups

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from connector.request_flags import RequestFlags
-from connector.scheduler.side import StepFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.facts import StepFacts
 from connector.scheduler.timing import StepClock
 from tests.unit.connector.scheduler_world import World, world
 

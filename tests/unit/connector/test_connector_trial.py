@@ -14,8 +14,8 @@ from connector.identity import describe_namespace
 from connector.jobs import AuditJob, RankReport
 from connector.losses import Lost
 from connector.scheduler.audits import TRIAL_POINTS
-from connector.scheduler.side import StepFacts
-from connector.scheduler.watchdog import Watchdog
+from connector.scheduler.facts import StepFacts
+from connector.scheduler.saves import Watchdog
 from tests.unit.connector.scheduler_world import World, world
 from tests.unit.connector.support import make_facts, make_shape
 

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 import connector
 from connector.facts import EngineFacts, StateFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.vllm_facts import cache_layers, read_facts, read_name
+from connector.vllm.engine_facts import cache_layers, read_facts, read_name
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Latent, Recurrent, SlidingWindow
 
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -108,7 +108,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     blocks = [block.kv_cache_spec.block_size for block in groups]
     kv = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=list(groups))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("connector.vllm_facts.resolve_kv_cache_block_sizes", lambda *_: (max(blocks), min(blocks)))
+        patch.setattr("connector.vllm.engine_facts.resolve_kv_cache_block_sizes", lambda *_: (max(blocks), min(blocks)))
         return read_facts(config, kv)
 
 
@@ -197,7 +197,7 @@ def pipeline(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> list[Engine
         return [facts(*groups, rank=number * ranks, **sizes) for number, groups in enumerate(stages)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("connector.vllm_facts.get_pp_group", lambda: SimpleNamespace(cpu_group=None))
+        patch.setattr("connector.vllm.engine_facts.get_pp_group", lambda: SimpleNamespace(cpu_group=None))
         for talk in (listen, exchange):
             patch.setattr("torch.distributed.all_gather_object", talk)
             found = read()

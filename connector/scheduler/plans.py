@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from connector.canonical.window import may_lose_blocks
 from connector.identity import GroupShape
@@ -10,7 +11,12 @@ from connector.jobs import BlockIds, LoadPiece
 from kvstore.api import Staged
 from kvstore.errors import InternalError
 
-__all__ = ["blocks_of", "plan_load"]
+__all__ = [
+    "PageToSave",
+    "blocks_of",
+    "final_pages",
+    "plan_load",
+]
 
 
 def plan_load(
@@ -68,3 +74,46 @@ def blocks_of(group: GroupShape, tables: Sequence[Sequence[int]], first: int, la
     if any(len(ids) != last - first for ids in block_ids):
         raise InternalError("a block table is too short", first=first, last=last, group=group.facts.feed_groups)
     return block_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PageToSave:
+    """A page or tail to save."""
+
+    start_tokens: int
+    stop_tokens: int
+
+
+def final_pages(
+    *,
+    saved_tokens: int,
+    final_tokens: int,
+    tail_tokens: int,
+    page_tokens: int,
+    is_stored: Callable[[int], bool],
+) -> tuple[tuple[PageToSave, ...], int]:
+    """One group's pages between its cursor and the last final token that are not known to be stored.
+
+    Args:
+        saved_tokens: The cursor: a page boundary, or where a tail ended.
+        final_tokens: Tokens whose cache content does not change any more after this step.
+        tail_tokens: Where a tail ends if this is inside a page, since hits should end at blocks, not at pages. The last
+            boundary of the prompt while the request runs, of all its tokens when it ends.
+        page_tokens: Tokens of a page.
+        is_stored: Whether the record that ends at a boundary is stored, according to the lookup.
+
+    Returns:
+        The pages in token order, and where the cursor is once all of them are saved.
+    """
+    pages: list[PageToSave] = []
+    cursor = saved_tokens
+    while True:
+        start = cursor // page_tokens * page_tokens
+        stop = start + page_tokens
+        if cursor < tail_tokens < stop:
+            stop = tail_tokens
+        if stop > final_tokens:
+            return tuple(pages), cursor
+        if not is_stored(stop):
+            pages.append(PageToSave(start, stop))
+        cursor = stop

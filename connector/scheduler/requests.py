@@ -8,10 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from connector.handoff import Handoff
+from connector.bridge import result_or_none
 from connector.prefix_hash import PrefixChain
-from connector.request_flags import RequestFlags
-from connector.scheduler.bridge import result_or_none
+from connector.request_parameters import Handoff, RequestFlags
 from kvstore.api import LeaseId, Lookup, PrefixQuery, Staged
 from kvstore.model.keys import NamespaceId, PrefixHash
 

@@ -23,22 +23,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from connector.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size
-from connector.content import PromptContent, UncacheableContent
 from connector.facts import EngineFacts
-from connector.guard import guarded
-from connector.handoff import read_handoff, wants_receipt, write_receipt
 from connector.identity import read_shape
 from connector.jobs import RankReport, StepJobs
 from connector.plugin import register
-from connector.request_flags import read_flags
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.side import PromptFacts, SchedulerSide
+from connector.prefix_hash import PromptContent, UncacheableContent
+from connector.request_parameters import read_flags, read_handoff, wants_receipt, write_receipt
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.requests import RequestState
+from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder
-from connector.surface import EngineSurface
-from connector.vllm_facts import cache_layers, read_facts, read_name, takes_release
-from connector.vllm_requests import RequestReader, read_trace
-from connector.vllm_steps import PoolPins, read_step
+from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size
+from connector.vllm.engine_facts import cache_layers, read_facts, read_name, takes_release
+from connector.vllm.guard import guarded
+from connector.vllm.observability import EngineSurface
+from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.errors import InvalidRequest

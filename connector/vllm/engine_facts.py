@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from connector.contract import advice_on_releases, is_tested, release_of
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
-from connector.vllm_rules import read_rules
+from connector.vllm.contract import advice_on_releases, is_tested, release_of
+from connector.vllm.model_facts import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 from kvstore.runtime.machine import usable_bytes
 

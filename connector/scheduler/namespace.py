@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
+from connector.bridge import Bridge
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace
-from connector.scheduler.bridge import Bridge
 from connector.settings import ConnectorSettings
 from connector.weights import WeightsIdFile, find_weights_id
 from kvstore.api import Deadline, PageStore

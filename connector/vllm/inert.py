@@ -10,7 +10,7 @@ import importlib
 import logging
 from typing import Any
 
-from connector.contract import BASE, advice_on_releases, missing
+from connector.vllm.contract import BASE, advice_on_releases, missing
 
 __all__ = ["connector_class"]
 
@@ -32,7 +32,7 @@ def connector_class() -> type:
     if lacks:
         return _inert_class(f"vLLM {_version()} lacks {', '.join(lacks)}: {advice_on_releases()}")
     try:
-        from connector.connector import KVStoreConnector
+        from connector.vllm.connector import KVStoreConnector
     except (ImportError, AttributeError, TypeError) as error:  # vLLM has the names, but not as we use them
         _log.debug("kvstore: the connector cannot be imported", exc_info=True)
         return _inert_class(

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from connector.bridge import result_or_none
 from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
-from connector.scheduler.bridge import result_or_none
-from connector.scheduler.ledger import RequestState
+from connector.scheduler.requests import RequestState
 from kvstore.api import Staged
 from kvstore.model.keys import PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
