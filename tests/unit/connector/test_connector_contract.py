@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import connector
-from connector import inert
 from connector.plugin import register
+from connector.vllm import inert
 from connector.vllm.connector import KVStoreConnector
 from connector.vllm.contract import BASE, Use, is_tested, missing, release_of
 
