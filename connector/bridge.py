@@ -1,4 +1,4 @@
-"""The scheduler side's way to the store's thread: hand over a coroutine, get a future, never wait."""
+"""The bridge to the store's thread: submit a coroutine, get a future. Nothing waits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The prefix hash: our own SHA-256 chain over everything the KV of a prefix depends on.
+"""The prefix hash: our own SHA-256 chain over everything on which the KV of a prefix depends.
 
-A link covers 16 tokens: `link = SHA-256(previous link + tokens as uint32 little-endian + rest)`; the rest is empty
-unless the link contains media or embeddings. The root holds what applies to the whole request: `cache_salt`, and the
-digest of its adapter, if any. Nothing depends on vLLM's block size or hash algorithm, on `PYTHONHASHSEED`, on the
-Python version or on file paths, so engines with different settings share pages. It is specified in
-docs/formats/prefix-hash-v1.md.
+A link covers 16 tokens: `link = SHA-256(previous link + tokens as uint32 little-endian + rest)`. The rest is empty
+unless the link contains media or embeddings. The root covers what applies to the whole request: `cache_salt`, and the
+digest of its adapter. All of it is content: an adapter's files and not its name or path, an item's hash and not its
+origin. Nothing depends on vLLM's block size or hash algorithm, on `PYTHONHASHSEED`, on the Python version or on file
+paths, so engines with different settings share pages. Specified in docs/formats/prefix-hash-v1.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class PrefixChain:
     Args:
         step_tokens: Distance between boundaries.
         cache_salt: vLLM's `cache_salt` of the request.
-        content: What the prompt has beside tokens.
+        content: The parts of the prompt that are not tokens.
+
+    Attributes:
+        adapter: The adapter whose digest must be set before the first `extend`, or `None`.
     """
 
     def __init__(self, step_tokens: int, cache_salt: str | None = None, content: PromptContent | None = None) -> None:
@@ -54,11 +57,10 @@ class PrefixChain:
         self._content = content or PromptContent()
         self._media: Mapping[int, bytes] | None = None
         self.adapter = self._content.adapter
-        """The adapter whose digest must be told before the first `extend`, or `None`."""
         self.boundaries: list[Boundary] = []
 
-    def tell_adapter(self, digest: bytes) -> None:
-        """Set the digest of the adapter's content, which the root depends on."""
+    def set_adapter(self, digest: bytes) -> None:
+        """Set the digest of the adapter's content, on which the root depends."""
         assert self.adapter is not None
         assert self._hashed_tokens == 0
         assert len(digest) == hashlib.sha256().digest_size
@@ -95,7 +97,7 @@ class PrefixChain:
 
 
 class UncacheableContent(Exception):
-    """What a request depends on is not known for certain; `reason` is a word for a counter."""
+    """It is not certain what a request's pages depend on; `reason` is the label of a counter."""
 
     def __init__(self, reason: str, explanation: str) -> None:
         super().__init__(explanation)
@@ -104,12 +106,7 @@ class UncacheableContent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AdapterRequest:
-    """A LoRA adapter as a request names it.
-
-    Attributes:
-        number: vLLM's id of the adapter that it has loaded, or will load, for this request.
-        path: Folder of its files.
-    """
+    """A LoRA adapter as a request names it: vLLM's number of the adapter, and the folder of its files."""
 
     number: int
     path: str
@@ -121,9 +118,7 @@ class MediaItem:
 
     Attributes:
         modality: e.g. `image`.
-        identifier: What stands for its content: a hash, or a text that a trusted user chose.
-        start_tokens: Its first token.
-        num_tokens: Its tokens.
+        identifier: Stands for its content: a hash, or a text that a trusted user chose.
     """
 
     modality: str
@@ -138,7 +133,7 @@ class EmbeddedPrompt:
 
     Attributes:
         dtype: Their type in words.
-        row_bytes: One token's embedding.
+        row_bytes: Bytes of one token's embedding.
         rows: All of them; `len(rows)` is tokens times `row_bytes`.
         is_token: For each token 1 if its id counts instead of its row; empty: all rows count.
     """

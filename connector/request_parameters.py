@@ -1,7 +1,11 @@
-"""What a single request asks of the cache: the object `kvstore` in its `kv_transfer_params`.
+"""What a request's `kv_transfer_params` say to us: the object `kvstore`, and the receipt of a prefill engine.
 
-An object of our own and not bare keys, since the parameters of all connectors of an engine share one map
-(`MultiConnector`, a proxy's `do_remote_prefill`): what is outside our object is none of our business.
+The flags of a request are an object of our own and not bare keys, since the parameters of all connectors of an engine
+share one map (`MultiConnector`, a proxy's `do_remote_prefill`). We read nothing else of that map.
+
+Disaggregated prefill: the prefill engine answers before its last pages are stored. Its answer carries a receipt: how
+many tokens of the prompt will be in the store. A proxy passes the answer's `kv_transfer_params` on to the decode
+engine, which polls the store until these tokens are there. The proxy need not know what a page is.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from kvstore.api import Retention
 __all__ = ["OBJECT", "Handoff", "RequestFlags", "read_flags", "read_handoff", "wants_receipt", "write_receipt"]
 
 OBJECT = "kvstore"
+_RECEIPT = "kvstore_handoff"
+_WAIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,8 @@ class RequestFlags:
     Attributes:
         load: May be resumed from stored pages.
         save: Its pages are stored.
-        retention: How long they are likely to be useful: `normal`, or `short` for what is not worth a place beyond the
-            node's memory. The first request that saves a page decides.
+        retention: `normal`, or `short` for pages that should stay in the node's memory only. The first request that
+            saves a page decides.
     """
 
     load: bool = True
@@ -35,11 +41,11 @@ class RequestFlags:
 
 
 def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tuple[str, ...]]:
-    """Read a request's `kv_transfer_params`.
+    """Read a request's flags.
 
     Returns:
-        The flags, and messages on what of our object was not understood, which is ignored: bad hints must not fail a
-        request.
+        The flags, and a message for each part of our object that is invalid. Invalid parts are ignored: a bad hint must
+        not fail a request.
     """
     ours = parameters.get(OBJECT) if isinstance(parameters, Mapping) else None
     if ours is None:
@@ -68,17 +74,13 @@ def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tupl
     return RequestFlags(**values), tuple(complaints)
 
 
-_KEY = "kvstore_handoff"
-_WAIT_S = 2.0
-
-
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """What a request may wait for.
+    """What a prefill engine promised for a request.
 
     Attributes:
         tokens: Tokens of its prompt that are in the store or on their way.
-        wait_s: How long to wait for them; what has arrived by then is used.
+        wait_s: How long to wait for them. After that, the tokens that have arrived are used.
     """
 
     tokens: int
@@ -87,22 +89,22 @@ class Handoff:
 
 def write_receipt(tokens: int) -> dict[str, Any]:
     """A prefill engine's answer."""
-    return {_KEY: {"tokens": tokens}}
+    return {_RECEIPT: {"tokens": tokens}}
 
 
 def wants_receipt(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request says that another engine will decode, as vLLM's own proxies say it."""
+    """Whether another engine will decode this request, as vLLM's own proxies mark it."""
     return params is not None and params.get("do_remote_decode") is True
 
 
 def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff | None:
-    """The receipt in a request's `kv_transfer_params`, or `None`; it comes from outside, so nonsense is ignored.
+    """The receipt in a request's `kv_transfer_params`. It comes from outside, so an invalid one is ignored.
 
     Args:
         params: The request's.
-        most_s: The longest wait, whatever the request says.
+        most_s: The longest wait that the operator allows.
     """
-    value = params.get(_KEY) if params is not None else None
+    value = params.get(_RECEIPT) if params is not None else None
     if not isinstance(value, Mapping):
         return None
     tokens, wait_ms = value.get("tokens"), value.get("wait_ms", int(_WAIT_S * 1000))

@@ -1,4 +1,7 @@
-"""The weights id: a digest of the weight files, so that two checkpoints under one name never share pages."""
+"""The content of weights: digests of weight files and of adapters, and the file with the id of weights that change.
+
+Two checkpoints under one name must never share pages, so weights are identified by their bytes.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ __all__ = [
     "find_weights_id",
 ]
 
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BY_SUFFIX = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 """Load formats that prefer safetensors if there are any."""
@@ -39,12 +44,15 @@ _ID_BYTES_MAX = 1024
 _WEIGHTS_ID = re.compile(rb"[!-~]([ -~]{0,254}[!-~])?")
 _SHA256_HEX = re.compile("[0-9a-f]{64}")
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_SUFFIXES = (".safetensors", ".bin", ".pt")
+_ADAPTERS_MAX = 10_000
+
 
 def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
     """The weight files of a model folder (or the one file that `model_path` is), sorted by name.
 
     Args:
-        model_path: The folder.
         load_format: vLLM's setting: which of the files it reads, or that the weights come from elsewhere.
 
     Raises:
@@ -70,12 +78,12 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
 def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     """SHA-256 over names and contents of `files`, as hex.
 
-    Reads all bytes once (about 1 GB/s per core, files in parallel); digests of single files are cached in
-    `cache_folder` by path, size, dates and inode, so that the next start costs nothing.
+    Reads all bytes once (about 1 GB/s per core, files in parallel). Digests of single files are cached in
+    `cache_folder` by path, size, dates and inode, so that the next start reads nothing.
     """
     cache = cache_folder / "weights.json"
     known = _read_cache(cache)
-    # before reading: a file that is replaced meanwhile must not be cached under the digest of its old content
+    # before reading: a file that is replaced during it must not be cached under the digest of its old content
     identities = [file_identity(file) for file in files]
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
         digests = list(pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files))
@@ -88,7 +96,7 @@ def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
 
 
 def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
-    """The id of an engine's weights, those of a draft model included: a digest, so it reads all of their bytes once.
+    """The id of an engine's weights, including a draft model's: a digest, which reads all of their bytes once.
 
     Raises:
         InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
@@ -102,9 +110,9 @@ def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
 
 
 class WeightsIdFile:
-    """The file that an operator writes the id of new weights to.
+    """The file to which an operator writes the id of new weights.
 
-    What it holds at the start is ignored: it may be from an earlier run, and the engine has the model's files.
+    Its content at the start is ignored: it may be from an earlier run, and the engine has the model's files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +123,7 @@ class WeightsIdFile:
         """The id that was written since the last `take`, or `None`.
 
         Raises:
-            InvalidRequest: What was written is not an id, or the file is being written.
+            InvalidRequest: The content is no id, or the file is being written.
             OSError: The file cannot be read.
         """
         stamp = self._stamp()
@@ -142,7 +150,7 @@ class WeightsIdFile:
 
 
 def file_identity(file: Path) -> str:
-    """Changes when a file's content does, as far as its metadata can tell: the date of its last change no tool sets."""
+    """Changes with a file's content, as far as metadata shows it: no tool sets the time of the last status change."""
     stat = file.resolve().stat()
     return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 
@@ -173,58 +181,48 @@ def _write_cache(cache: Path, content: dict[str, str]) -> None:
             json.dump(dict(list(content.items())[-1000:]), stream)
         os.replace(stream.name, cache)
     except OSError:
-        return  # a lost cache costs the next start a second, nothing else
-
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
-
-_CONFIG = "adapter_config.json"
-_SUFFIXES = (".safetensors", ".bin", ".pt")
-_BOUND_MAX = 10_000
+        return  # without a cache the next start reads the files again
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """The content that an adapter's number is bound to in this engine: vLLM keeps the weights that it read first."""
+    """The content of an adapter's number in this engine: vLLM keeps the weights that it read first."""
 
     identities: tuple[str, ...]
     digest: bytes
 
 
 def find_adapter_files(path: Path) -> list[Path]:
-    """The files that say what an adapter is: its config and its weights, sorted by name.
+    """An adapter's config and its weight files, sorted by name.
 
     Raises:
         InvalidRequest: The folder is not there, or holds no adapter.
     """
-    config = path / _CONFIG
-    weights = sorted(file for file in path.glob("*") if file.suffix in _SUFFIXES and file.is_file())
+    config = path / _ADAPTER_CONFIG
+    weights = sorted(file for file in path.glob("*") if file.suffix in _ADAPTER_SUFFIXES and file.is_file())
     if not config.is_file() or not weights:
-        raise InvalidRequest(f"expected a folder with {_CONFIG} and weights", path=path)
+        raise InvalidRequest(f"expected a folder with {_ADAPTER_CONFIG} and weights", path=path)
     return [config, *weights]
 
 
 class Adapters:
     """Digests of the adapters that requests name. Belongs to one event loop; files are read in its threads.
 
-    An adapter's number is bound to the content that is seen first. If its files change later, nobody can tell which
-    weights vLLM uses, since it may read them again at any time: that number is no longer cached.
+    An adapter's number is bound to the content that is seen first. If its files change later, it is not known which
+    weights vLLM uses, since it may read them again at any time. Then that number is no longer cached.
 
     Args:
         cache_folder: Where digests of files are cached.
         rules: The engine's settings that change what an adapter does, if any.
-        meters: Counts requests whose adapter is not known.
     """
 
-    def __init__(
-        self, cache_folder: Path, rules: Mapping[str, str] | None = None, meters: Meters | None = None
-    ) -> None:
+    def __init__(self, cache_folder: Path, rules: Mapping[str, str], meters: Meters) -> None:
         self._cache_folder = cache_folder
-        self._meters = meters if meters is not None else Meters()
+        self._meters = meters
         self._rules = json.dumps(dict(rules), sort_keys=True).encode() if rules else b""
         self._bound: OrderedDict[int, _Bound] = OrderedDict()
         self._refused: dict[int, str] = {}
-        self._turns: dict[int, asyncio.Lock] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
 
     async def digest_of(self, adapter: AdapterRequest) -> bytes:
         """SHA-256 of the adapter's content. Concurrent requests read its files once.
@@ -235,13 +233,13 @@ class Adapters:
         If cancelled, the next caller starts over.
         """
         try:
-            async with self._turns.setdefault(adapter.number, asyncio.Lock()):
-                return await self._look(adapter)
+            async with self._locks.setdefault(adapter.number, asyncio.Lock()):
+                return await self._find(adapter)
         except UncacheableContent as error:
             self._meters.add("connector_uncacheable_requests", reason=error.reason)
             raise
 
-    async def _look(self, adapter: AdapterRequest) -> bytes:
+    async def _find(self, adapter: AdapterRequest) -> bytes:
         if adapter.number in self._refused:
             raise UncacheableContent("adapter_changed", self._refused[adapter.number])
         bound = self._bound.get(adapter.number)
@@ -258,9 +256,9 @@ class Adapters:
     def _bind(self, number: int, seen: _Bound) -> None:
         self._bound[number] = seen
         self._bound.move_to_end(number)
-        if len(self._bound) > _BOUND_MAX:
+        if len(self._bound) > _ADAPTERS_MAX:
             oldest, _ = self._bound.popitem(last=False)
-            del self._turns[oldest]
+            del self._locks[oldest]
 
     def _read(self, path: str, bound: _Bound | None) -> _Bound:
         files = find_adapter_files(Path(path).expanduser())
@@ -275,6 +273,6 @@ class Adapters:
         return _Bound(identities, digest)
 
     def _refuse(self, adapter: AdapterRequest) -> None:
-        reason = f"the files of the adapter in {adapter.path} changed while the engine may hold the old ones"
+        reason = f"the files of the adapter in {adapter.path} changed, and the engine may use the old ones"
         self._refused[adapter.number] = reason
         _log.warning("kvstore: %s: requests with it are not cached; load a new version from a new folder", reason)

@@ -1,4 +1,4 @@
-"""What the scheduler side is told of a request."""
+"""The facts of a request and of a step, as vLLM's hooks pass them to the scheduler side."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ from dataclasses import dataclass, field
 from connector.prefix_hash import PromptContent
 from connector.request_parameters import Handoff, RequestFlags
 
-__all__ = [
-    "Offer",
-    "PromptFacts",
-    "StepFacts",
-]
+__all__ = ["PromptFacts", "StateOffer", "StepFacts"]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """The facts of a request that decide whether, and under which identity, it is cached.
+    """What decides whether, and under which identity, a request is cached.
 
     Attributes:
-        request_id: vLLM's.
-        tokens: All its tokens: the prompt now, later what is generated too; vLLM appends to it.
-        cache_salt: vLLM's isolation salt, or `None`.
-        uncacheable: Why it is not known what its pages depend on, or `None`.
-        content: What they depend on beside tokens and salt, or `None` for nothing.
-        flags: What the request asks of the cache.
-        handoff: What a prefill engine has promised of it, or `None`.
+        tokens: All its tokens: the prompt, later also what is generated. vLLM appends to this sequence.
+        cache_salt: vLLM's isolation salt.
+        uncacheable: Why its pages have no known identity; `None` if they have one.
+        content: What its pages depend on beside tokens and salt.
+        handoff: What a prefill engine promised for it.
         trace: W3C `traceparent` of its span in vLLM; empty if vLLM does not trace.
     """
 
@@ -41,8 +35,8 @@ class PromptFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A recurrent state that vLLM just made: in one step's forward, at a boundary, in one of its groups."""
+class StateOffer:
+    """A recurrent state that vLLM writes in a step: at a boundary, in one of vLLM's groups."""
 
     vllm_group: int
     block_id: int
@@ -51,18 +45,18 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the engine computes in one step.
+    """What the engine computes in one step. All mappings are by request id.
 
     Attributes:
-        final_tokens: By request, tokens whose cache content is final after this step's forward.
-        tables: By request, for each of vLLM's groups its current block ids; only looked up when a page is saved.
-        offers: By request, the recurrent states that this step's forward writes.
+        final_tokens: Tokens whose cache content is final after this step's forward.
+        tables: For each of vLLM's groups the request's block ids; read only when a page is saved.
+        offers: The recurrent states that this step's forward writes.
         preempted: Requests that lost their blocks.
-        computed_tokens: By request, tokens that were computed before this step.
+        computed_tokens: Tokens that were computed before this step.
     """
 
     final_tokens: Mapping[str, int]
     tables: Mapping[str, Sequence[Sequence[int]]]
-    offers: Mapping[str, Sequence[Offer]] = field(default_factory=dict)
+    offers: Mapping[str, Sequence[StateOffer]] = field(default_factory=dict)
     preempted: Sequence[str] = ()
     computed_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """How an engine gets its namespace: weights digested, layout proven on every rank, namespace opened at the service.
 
-And how it loses it and gets another one when weights change while it runs.
+And how it loses the namespace and gets another one, if its weights change while it runs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from connector.weights import WeightsIdFile, find_weights_id
 from kvstore.api import Deadline, PageStore
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.clock import Clock
 
-__all__ = ["Opening"]
+__all__ = ["EngineNamespace"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_S, _OPEN_RETRY_S = 10.0, 0.5
 _DIGEST_S = 1.0
-"""A digest of the weights that is kept from an earlier start is there sooner; one that is not may take minutes."""
+"""A digest of the weights that was cached by an earlier start takes less. Computing one may take minutes."""
 
 
-class Opening:
-    """Opens the namespace in the background, for as long as it takes.
+class EngineNamespace:
+    """Opens the namespace in the background, and retries until the service answers.
+
+    Args:
+        cache_folder: For digests of weight files.
+        rank_refusals: By rank why its cache tensors cannot be cached; one refusal leaves the engine uncached.
+        on_open: Called on the store's thread with the namespace.
 
     Attributes:
-        refused: Why this engine is not cached, or `None`.
+        refusal: Why this engine is not cached, or `None`.
     """
 
     def __init__(
@@ -46,8 +51,8 @@ class Opening:
         *,
         cache_folder: Path,
         rank_refusals: Mapping[int, str | None],
-        on_open: Callable[[NamespaceId], None] = lambda namespace: None,
-        clock: Clock = SYSTEM_CLOCK,
+        on_open: Callable[[NamespaceId], None],
+        clock: Clock,
     ) -> None:
         self._clock = clock
         self._settings = settings
@@ -57,10 +62,11 @@ class Opening:
         self._cache_folder = cache_folder
         self._on_open = on_open
         self._binding = 0  # counts the weights that the engine was bound to
-        self._opened: tuple[int, NamespaceId] | None = None
+        self._opened: tuple[int, NamespaceId] | None = None  # written on the store's thread
         self._detached = False
-        self._file = _weights_id_file(settings)
-        self.refused: str | None = None
+        has_file = settings.weights_may_change and settings.weights_id_file is not None
+        self._file = WeightsIdFile(Path(str(settings.weights_id_file))) if has_file else None
+        self.refusal: str | None = None
         for rank, refusal in rank_refusals.items():
             if refusal is not None:
                 self.refuse(f"rank {rank}: {refusal}")
@@ -68,35 +74,35 @@ class Opening:
 
     def _start(self, weights_id: str | None) -> Future[None]:
         binding = self._binding
-        # both are written on the store's thread once it has begun
+        # once the task has begun, both are written on the store's thread
         self._digests_since_s = self._clock.monotonic_s() if weights_id is None else None
         self._is_failing = False
         return self._bridge.submit(lambda store: self._open(store, binding, weights_id))
 
     @property
-    def namespace(self) -> NamespaceId | None:
-        """The namespace, once it is open and as long as the engine has the weights that it is for."""
-        opened = self._opened  # set on another thread
+    def id(self) -> NamespaceId | None:
+        """The namespace, while it is open and the engine has the weights that it is for."""
+        opened = self._opened
         return opened[1] if opened is not None and opened[0] == self._binding and not self._detached else None
 
     @property
     def is_ready(self) -> bool:
-        return self.namespace is not None and self.refused is None
+        return self.id is not None and self.refusal is None
 
     @property
-    def is_coming(self) -> bool:
-        """Whether there will soon be a namespace: its weights are known, the service is there or is being started."""
+    def is_expected(self) -> bool:
+        """Whether there will soon be a namespace: the weights are known, and the service runs or is being started."""
         since_s = self._digests_since_s
         is_digesting = since_s is not None and self._clock.monotonic_s() - since_s > _DIGEST_S
-        return self.refused is None and not self._detached and not self._is_failing and not is_digesting
+        return self.refusal is None and not self._detached and not self._is_failing and not is_digesting
 
     def reset(self, *, is_empty: bool) -> None:
-        """Detach from the weights, and attach to others if their id was written; otherwise there is no namespace.
+        """Detach from the weights, and attach to new ones if their id was written. Without an id there is no namespace.
 
         Args:
             is_empty: vLLM holds no block that could be from older weights.
         """
-        if self.refused is not None:
+        if self.refusal is not None:
             return
         self._detached = True
         self._task.cancel()
@@ -109,7 +115,7 @@ class Opening:
             _log.info("kvstore: detached: nothing is cached until a new weights id is written and caches are reset")
         elif not is_empty:
             _log.warning(
-                "kvstore: detached: weights id %s is not taken up while the engine holds blocks that may be of older"
+                "kvstore: detached: weights id %s is not used yet, since the engine holds blocks that may be of older"
                 " weights; reset its caches again when no request runs, or with reset_running_requests",
                 weights_id,
             )
@@ -122,8 +128,14 @@ class Opening:
     def cancel(self) -> None:
         self._task.cancel()
 
+    def refuse(self, reason: str) -> None:
+        """End caching on this engine, and log the first reason."""
+        if self.refusal is None:
+            self.refusal = reason
+            _log.warning("kvstore: this engine is not cached: %s", reason)
+
     async def _open(self, store: PageStore, binding: int, weights_id: str | None) -> None:
-        if self.refused is not None:
+        if self.refusal is not None:
             return
         try:
             namespace = await self._find_namespace(store, weights_id)
@@ -167,15 +179,3 @@ class Opening:
             self._settings.url,
         )
         return namespace
-
-    def refuse(self, reason: str) -> None:
-        """End caching on this engine, and say why, once."""
-        if self.refused is None:
-            self.refused = reason
-            _log.warning("kvstore: this engine is not cached: %s", reason)
-
-
-def _weights_id_file(settings: ConnectorSettings) -> WeightsIdFile | None:
-    if not settings.weights_may_change or settings.weights_id_file is None:
-        return None
-    return WeightsIdFile(Path(settings.weights_id_file))

@@ -1,22 +1,52 @@
-"""Which part of which staged record goes to which block. Pure."""
+"""Which pages of a request became final, and which part of which staged record goes to which block. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from connector.canonical.window import may_lose_blocks
 from connector.identity import GroupShape
 from connector.jobs import BlockIds, LoadPiece
 from kvstore.api import Staged
 from kvstore.errors import InternalError
+from kvstore.model.spans import Span
 
-__all__ = [
-    "PageToSave",
-    "blocks_of",
-    "final_pages",
-    "plan_load",
-]
+__all__ = ["blocks_of", "final_pages", "plan_load"]
+
+
+def final_pages(
+    *,
+    saved_tokens: int,
+    final_tokens: int,
+    tail_tokens: int,
+    page_tokens: int,
+    is_stored: Callable[[int], bool],
+) -> tuple[tuple[Span, ...], int]:
+    """One group's pages and tail between its cursor and the last final token that are not known to be stored.
+
+    Args:
+        saved_tokens: The cursor: a page boundary, or where a tail ended.
+        final_tokens: Tokens whose cache content does not change after this step.
+        tail_tokens: Where a tail ends, if that is inside a page: hits should end at blocks, not at pages. This is the
+            last boundary of the prompt while the request runs, and of all its tokens when it ends.
+        page_tokens: Tokens of a page.
+        is_stored: Whether the record that ends at a boundary is stored, according to the lookup.
+
+    Returns:
+        The pages in token order, and where the cursor is once all of them are saved.
+    """
+    pages: list[Span] = []
+    cursor = saved_tokens
+    while True:
+        start = cursor // page_tokens * page_tokens
+        stop = start + page_tokens
+        if cursor < tail_tokens < stop:
+            stop = tail_tokens
+        if stop > final_tokens:
+            return tuple(pages), cursor
+        if not is_stored(stop):
+            pages.append(Span(start, stop))
+        cursor = stop
 
 
 def plan_load(
@@ -34,11 +64,11 @@ def plan_load(
         groups: The canonical groups.
         tables: For each of vLLM's groups the request's block ids in token order.
         local_tokens: Blocks below hold the engine's own hit and are never written.
-        resume_tokens: Blocks from here on are the engine's to compute and are never written.
+        resume_tokens: The engine computes the blocks from here on; they are never written.
 
     Raises:
-        InternalError: A block to write is the null block, which belongs to nobody; or a state, or the window of a hit
-            that is shorter than what was staged, is not of this point.
+        InternalError: A block to write is vLLM's null block, which all requests share; or a state, or the window of a
+            hit that is shorter than what was staged, is not of this resume point.
     """
     if resume_tokens < staged.resume_tokens and any(may_lose_blocks(group.facts.kind) for group in groups):
         raise InternalError("a shorter hit's window is not staged", resume=resume_tokens, of=staged.resume_tokens)
@@ -74,46 +104,3 @@ def blocks_of(group: GroupShape, tables: Sequence[Sequence[int]], first: int, la
     if any(len(ids) != last - first for ids in block_ids):
         raise InternalError("a block table is too short", first=first, last=last, group=group.facts.feed_groups)
     return block_ids
-
-
-@dataclass(frozen=True, slots=True)
-class PageToSave:
-    """A page or tail to save."""
-
-    start_tokens: int
-    stop_tokens: int
-
-
-def final_pages(
-    *,
-    saved_tokens: int,
-    final_tokens: int,
-    tail_tokens: int,
-    page_tokens: int,
-    is_stored: Callable[[int], bool],
-) -> tuple[tuple[PageToSave, ...], int]:
-    """One group's pages between its cursor and the last final token that are not known to be stored.
-
-    Args:
-        saved_tokens: The cursor: a page boundary, or where a tail ended.
-        final_tokens: Tokens whose cache content does not change any more after this step.
-        tail_tokens: Where a tail ends if this is inside a page, since hits should end at blocks, not at pages. The last
-            boundary of the prompt while the request runs, of all its tokens when it ends.
-        page_tokens: Tokens of a page.
-        is_stored: Whether the record that ends at a boundary is stored, according to the lookup.
-
-    Returns:
-        The pages in token order, and where the cursor is once all of them are saved.
-    """
-    pages: list[PageToSave] = []
-    cursor = saved_tokens
-    while True:
-        start = cursor // page_tokens * page_tokens
-        stop = start + page_tokens
-        if cursor < tail_tokens < stop:
-            stop = tail_tokens
-        if stop > final_tokens:
-            return tuple(pages), cursor
-        if not is_stored(stop):
-            pages.append(PageToSave(start, stop))
-        cursor = stop

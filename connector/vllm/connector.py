@@ -1,6 +1,6 @@
 """`KVStoreConnector`: vLLM's connector interface, translated to and from the two sides. No decision is made here.
 
-Each hook is guarded: an error of ours is counted and logged, and the engine continues as if nothing were cached.
+Each hook is guarded: an error of ours is counted and logged, and the engine continues without the cache.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from connector.scheduler.facts import PromptFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder
-from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size
-from connector.vllm.engine_facts import cache_layers, read_facts, read_name, takes_release
+from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size, warn_of_untested_release
+from connector.vllm.engine_facts import cache_layers, read_facts, read_name, untested_version
 from connector.vllm.guard import guarded
-from connector.vllm.observability import EngineSurface
+from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
@@ -65,13 +65,13 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class _RankProof(KVConnectorHandshakeMetadata):
-    """What a rank knows of its cache; vLLM tells the scheduler's process less (some specs are replaced there)."""
+    """A rank's facts. vLLM passes fewer of them to the scheduler's process (some specs are replaced there)."""
 
     facts: EngineFacts
     refusal: str | None
 
 
-class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
+class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     """Saves finished prefixes to a kvstore service and resumes from them.
 
     A model or setting that is not supported leaves the connector inert: no hits, no saves, no errors, one warning.
@@ -94,15 +94,20 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self._is_advised = False
         self._saved: _StepMetadata | None = None  # the last step whose saves were begun
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        allowed = self._settings.allow_untested_vllm
-        if self._settings.mode == "off" or not takes_release(allow_untested=allowed, tells=is_scheduler):
+        if self._settings.mode == "off":
             return
+        if (untested := untested_version()) is not None:
+            allowed = self._settings.allow_untested_vllm
+            if is_scheduler:  # one of an engine's processes
+                warn_of_untested_release(untested, allowed=allowed)
+            if not allowed:
+                return
         if is_scheduler:
             return  # the scheduler side is made once the ranks have reported what they hold
         try:
             self._facts = read_facts(vllm_config, kv_cache_config)
-        except (ImportError, AttributeError, TypeError):  # what the contract's table did not foresee
-            _log.exception("kvstore: this engine is not cached: vLLM's configuration is not as it was")
+        except (ImportError, AttributeError, TypeError):  # a change of vLLM that the contract's table does not cover
+            _log.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
             return
         shape = self._facts.unsupported or read_shape(self._facts)
         if isinstance(shape, str):
@@ -126,7 +131,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache is best effort: a dropped save is a later miss, never a reason to hold a request back."""
+        """A cache is best effort: a dropped save is a later miss, and never delays a request."""
         return False
 
     # ---- scheduler side
@@ -150,10 +155,10 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
                     trace=read_trace(request),
                 )
             )
-            self._announce_request(request)
+            self._note_request_hashes(request)
 
     def _read_content(self, request: Any) -> tuple[PromptContent | None, str | None]:
-        """A request's content beside tokens, and why it cannot be cached; warns once of what affects all requests."""
+        """A request's content beside tokens, or why it is not cached; warns once of causes common to all requests."""
         if not self._is_advised and self._facts is not None:
             self._is_advised = True  # not at construction: vLLM may change the block size after it
             advice = advise_on_block_size(self._facts, self._vllm_config.cache_config.block_size)
@@ -179,7 +184,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
             tables = blocks.get_block_ids() if num_external_tokens else ()
             self.scheduler_side.on_allocated(request.request_id, tables, num_external_tokens)
             if num_external_tokens:
-                self._announce_hit(request)
+                self._publish_hit(request)
 
     @guarded(fallback=_StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -204,19 +209,19 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler_side is None:
             return False, None
-        state = self.scheduler_side.ledger.find(request.request_id)
+        state = self.scheduler_side.requests.get(request.request_id)
         # the last sampled token was never computed
         final_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         ended_well = request.status in _ENDED_WELL
         try:
             self.scheduler_side.on_finished(request.request_id, final_tokens if ended_well else 0, block_ids)
         finally:
-            if self._announcements is not None:
-                self._announcements.closed(request.request_id)
+            if self._cache_events is not None:
+                self._cache_events.on_request_closed(request.request_id)
         return False, self._receipt(request, state) if ended_well and state is not None else None
 
     def _receipt(self, request: Any, state: RequestState) -> dict[str, Any] | None:
-        """What a decode engine may wait for, if this one prefills for another."""
+        """The tokens that a decode engine may wait for, if this engine prefills for another one."""
         assert self.scheduler_side is not None
         if not (self._settings.saves and state.flags.save) or state.chain is None or state.save_stopped:
             return None
@@ -232,8 +237,8 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         self._pins = PoolPins(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must keep stepping: blocks are held for pages of requests that have ended."""
-        if self._announcements is not None and self._announcements.has_pending:
+        """Whether an idle engine must keep stepping: blocks are pinned for saves of requests that have ended."""
+        if self._cache_events is not None and self._cache_events.has_pending:
             return True
         return self.scheduler_side is not None and self.scheduler_side.has_pending_saves
 
@@ -241,9 +246,9 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the ranks' reports of what they hold, and make the scheduler side.
+        """Make the scheduler side from the ranks' facts.
 
-        Comes again (since 0.33) when the engine wakes up: then its blocks hold nothing of before.
+        vLLM (since 0.33) calls this again when the engine wakes up. Then its blocks are empty.
         """
         if self.scheduler_side is not None:
             self.scheduler_side.on_blocks_emptied()
@@ -253,15 +258,15 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
         if self._settings.mode == "off":
             return
         if not any(rank is not None for rank in ranks):
-            return  # they have said why
+            return  # the ranks have logged why
         if not proofs:
             _log.warning(
-                "kvstore: this engine is not cached: vLLM gave us another connector's handshake;"
+                "kvstore: this engine is not cached: vLLM passed another connector's handshake;"
                 " list KVStoreConnector first in MultiConnector's connectors"
             )
             return
         facts = next(iter(proofs.values())).facts
-        # the ranks grant as much room as the one on the smallest machine has
+        # all ranks take the host memory of the rank with the smallest machine
         known = [proof.facts.machine_bytes for proof in proofs.values() if proof.facts.machine_bytes]
         facts = replace(facts, machine_bytes=min(known, default=0))
         shape = facts.unsupported or read_shape(facts)
@@ -341,28 +346,27 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def _save_ended(self) -> None:
-        """Save in a step without a forward: vLLM 0.30 does not call `wait_for_save` in it.
+        """Save in a step without a forward, in which vLLM 0.30 does not call `wait_for_save`.
 
-        Never in a step that computes: with drafts vLLM asks for results first, and calls `wait_for_save` when the
-        drafts' layers and the recurrent states are final. An error here must not keep the results of loads back.
+        Not for a step that computes: with drafts vLLM collects results first, and calls `wait_for_save` when the
+        drafts' layers and the recurrent states are final. Guarded on its own, so that an error loses no load's result.
         """
         self._save_once()
 
     def _save_once(self) -> None:
         if self.worker_side is None or (metadata := self._metadata()) is self._saved:
             return
-        self._saved = metadata  # before: what fails has answered its jobs, and must not be tried again
+        self._saved = metadata  # before: a save that fails has answered its jobs, and must not be tried again
         self.worker_side.save(metadata.jobs)
 
     @guarded()
     def unregister_kv_caches(self) -> None:
-        """vLLM (since 0.33) takes the memory of its blocks away, to sleep: end all copies to and from it."""
+        """End all copies to and from blocks: vLLM (since 0.33) frees their memory, to sleep."""
         if self.worker_side is not None:
             self.worker_side.drain()
 
     def restore_kv_caches(self) -> None:
-        """The blocks are back at their addresses: no view of ours has moved. What was planned for them before is
-        forgotten on the scheduler's side, which vLLM hands the handshake again."""
+        """Nothing to do: the blocks are back at their addresses. The scheduler side has dropped its planned saves."""
 
     @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -371,7 +375,7 @@ class KVStoreConnector(EngineSurface, KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def shutdown(self) -> None:
-        """Finish pending saves within a time limit, end leases, close the connection. Idempotent."""
+        """Finish pending saves within a time limit, end leases and close the connection. Idempotent."""
         if self.scheduler_side is not None:
             self.scheduler_side.shutdown()
         if self.worker_side is not None:
@@ -393,5 +397,5 @@ def _warn_once(text: str) -> None:
     _log.warning("kvstore: %s", text)
 
 
-# MultiConnector finds the class of statistics by name, even if a user named us by module path
+# MultiConnector finds the class of statistics by name, even if a user configured the connector by module path
 register()

@@ -1,8 +1,9 @@
 """What we use of vLLM, as a table, and whether the installed release has it.
 
-vLLM promises nothing of this to anybody outside: what is missing is found here, before anything of ours imports it. Two
-names are not in it, since a front end would take seconds to import them: `vllm_facts.py` imports them late, on a rank.
-A release that has all of it may still call its hooks in another order, so it is used only once it was tested.
+vLLM guarantees none of these names to code outside of it. This module finds missing names before another module of ours
+imports them. Two names are not in the table, since a front end would need seconds to import them: `engine_facts.py`
+imports them late, on a rank. A release that has all names may still call its hooks in another order, so a release is
+used only once it was tested.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ Release = tuple[int, int]
 """Major and minor number: `(0, 32)`."""
 
 TESTED_RELEASES: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
-"""By `make test-vllm`; how each was tested is in docs/vllm.md."""
+"""By `make test-vllm`; docs/vllm.md says how each was tested."""
 
 _FINAL = re.compile(r"v?[0-9]+(\.[0-9]+)+(\.post[0-9]+)?(\+[A-Za-z0-9.]+)?")
-"""A version without a word for a development build. What follows a plus sign names the build: `0.32.0+cpu`."""
+"""A version that is no development build. The text after a plus sign names the build: `0.32.0+cpu`."""
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 def release_of(version: object) -> Release | None:
-    """The release that a version is of, `None` for a build that does not say it (`dev`)."""
+    """The release of a version; `None` for a build that does not name one (`dev`)."""
     numbers = re.match(r"v?(\d+)\.(\d+)(?!\d)", version) if isinstance(version, str) else None
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
@@ -55,7 +56,7 @@ def is_tested(version: object) -> bool:
 
 
 def advice_on_releases() -> str:
-    """What an operator can do about a vLLM that does not fit."""
+    """What an operator can do about a vLLM that cannot be used."""
     tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED_RELEASES)
     return f"use vLLM {tested}, or a kvstore that was tested with yours; see docs/vllm.md"
 
@@ -65,11 +66,10 @@ class Use:
     """One name of vLLM that we use.
 
     Attributes:
-        module: Where it is imported from.
-        name: A class or a function in it; empty: the module itself.
-        takes: A function's parameters that we give, by position or name.
+        name: A class or a function of the module; empty: the module itself.
+        takes: A function's parameters that we pass, by position or name.
         fields: Attributes of a class, or of its objects, that we read.
-        hooks: Methods that vLLM calls on us, or we on our base, with exactly these parameters.
+        hooks: Methods that vLLM calls on us, or we call on our base, with exactly these parameters.
     """
 
     module: str
@@ -113,6 +113,11 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {
     "shutdown": (),
 }
 
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 _SPECS = "vllm.v1.kv_cache_interface"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
@@ -121,129 +126,108 @@ USES: tuple[Use, ...] = (
     # our base class, and what it passes
     Use(BASE, "KVConnectorBase_V1", hooks=_HOOKS),
     Use(BASE, "SupportsHMA", hooks={"request_finished_all_groups": ("request", "block_ids")}),
-    Use(BASE, "KVConnectorRole", fields=("SCHEDULER", "WORKER")),
+    Use(BASE, "KVConnectorRole", fields=_names("SCHEDULER WORKER")),
     Use(BASE, "KVConnectorMetadata"),
     Use(BASE, "KVConnectorHandshakeMetadata"),
     Use(BASE, "KVConnectorWorkerMetadata", hooks={"aggregate": ("other",)}),
-    Use(BASE, "KVConnectorTransferResults", fields=("finished_recving", "failed_recving")),
+    Use(BASE, "KVConnectorTransferResults", fields=_names("finished_recving failed_recving")),
     Use(
         "vllm.v1.outputs",
         "KVConnectorOutput",
-        fields=("finished_recving", "failed_recving", "kv_connector_worker_meta"),
+        fields=_names("finished_recving failed_recving kv_connector_worker_meta"),
     ),
     # requests, steps and blocks
     Use(
         "vllm.v1.request",
         "Request",
-        fields=(
-            *("request_id", "prompt_token_ids", "all_token_ids", "num_tokens", "num_computed_tokens", "block_hashes"),
-            *(
-                "cache_salt",
-                "lora_request",
-                "mm_features",
-                "prompt_embeds",
-                "prompt_is_token_ids",
-                "kv_transfer_params",
-            ),
-            *("skip_reading_prefix_cache", "status", "resumable", "trace_headers"),
+        fields=_names(
+            "request_id prompt_token_ids all_token_ids num_tokens num_computed_tokens block_hashes cache_salt "
+            "lora_request mm_features prompt_embeds prompt_is_token_ids kv_transfer_params "
+            "skip_reading_prefix_cache status resumable trace_headers"
         ),
     ),
-    Use("vllm.v1.request", "RequestStatus", fields=("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")),
+    Use("vllm.v1.request", "RequestStatus", fields=_names("FINISHED_STOPPED FINISHED_LENGTH_CAPPED")),
     Use(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        fields=(
-            *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "scheduled_spec_decode_tokens"),
-            *("preempted_req_ids", "kv_connector_block_state"),
+        fields=_names(
+            "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens scheduled_spec_decode_tokens "
+            "preempted_req_ids kv_connector_block_state"
         ),
     ),
-    Use("vllm.v1.core.sched.output", "NewRequestData", fields=("req_id", "num_computed_tokens")),
-    Use("vllm.v1.core.sched.output", "CachedRequestData", fields=("req_ids", "num_computed_tokens")),
-    Use("vllm.v1.core.sched.output", "KVConnectorBlockState", fields=("boundary_state_offloads", "get_block_ids")),
+    Use("vllm.v1.core.sched.output", "NewRequestData", fields=_names("req_id num_computed_tokens")),
+    Use("vllm.v1.core.sched.output", "CachedRequestData", fields=_names("req_ids num_computed_tokens")),
+    Use("vllm.v1.core.sched.output", "KVConnectorBlockState", fields=_names("boundary_state_offloads get_block_ids")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", fields=("get_block_ids",)),
     Use(
         "vllm.v1.core.block_pool",
         "BlockPool",
-        fields=("blocks", "num_gpu_blocks", "cached_block_hash_to_block"),
+        fields=_names("blocks num_gpu_blocks cached_block_hash_to_block"),
         hooks={"get_num_free_blocks": (), "touch": ("blocks",), "free_blocks": ("ordered_blocks",)},
     ),
     # the model's cache
-    Use(_SPECS, "KVCacheConfig", fields=("num_blocks", "kv_cache_groups", "prefix_cacheable_group_ids")),
-    Use(_SPECS, "KVCacheGroupSpec", fields=("layer_names", "kv_cache_spec", "is_eagle_group")),
+    Use(_SPECS, "KVCacheConfig", fields=_names("num_blocks kv_cache_groups prefix_cacheable_group_ids")),
+    Use(_SPECS, "KVCacheGroupSpec", fields=_names("layer_names kv_cache_spec is_eagle_group")),
     Use(
         _SPECS,
         "FullAttentionSpec",
-        fields=(
-            *("block_size", "num_kv_heads", "num_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode"),
-            *("tokens_per_state", "state_content_bytes", "state_content_size_bytes"),
+        fields=_names(
+            "block_size num_kv_heads num_heads head_size head_size_v dtype kv_quant_mode tokens_per_state "
+            "state_content_bytes state_content_size_bytes"
         ),
     ),
-    Use(_SPECS, "SlidingWindowSpec", fields=("sliding_window", "extra_retained_tokens")),
+    Use(_SPECS, "SlidingWindowSpec", fields=_names("sliding_window extra_retained_tokens")),
     Use(_SPECS, "ChunkedLocalAttentionSpec", fields=("attention_chunk_size",)),
     Use(_SPECS, "MLAAttentionSpec", fields=("model_version",)),
-    Use(_SPECS, "MambaSpec", fields=("block_size", "shapes", "dtypes", "tp_replicated", "mamba_cache_mode")),
+    Use(_SPECS, "MambaSpec", fields=_names("block_size shapes dtypes tp_replicated mamba_cache_mode")),
     Use(_SPECS, "UniformTypeKVCacheSpecs", fields=("kv_cache_specs",)),
-    Use(_SPECS, "KVQuantMode", fields=("NONE", "FP8_PER_TENSOR")),
-    Use(_SPECS, "group_kernel_blocks", takes=("cache", "num_blocks")),
-    Use("vllm.v1.core.kv_cache_utils", "resolve_kv_cache_block_sizes", takes=("kv_cache_config", "vllm_config")),
+    Use(_SPECS, "KVQuantMode", fields=_names("NONE FP8_PER_TENSOR")),
+    Use(_SPECS, "group_kernel_blocks", takes=_names("cache num_blocks")),
+    Use("vllm.v1.core.kv_cache_utils", "resolve_kv_cache_block_sizes", takes=_names("kv_cache_config vllm_config")),
     # what an engine is
     Use("vllm.distributed.parallel_state", "get_pp_group"),
     Use("vllm.platforms", fields=("current_platform",)),
-    Use("vllm.platforms.interface", "Platform", fields=("device_type", "is_cpu", "is_cuda", "get_cpu_architecture")),
+    Use("vllm.platforms.interface", "Platform", fields=_names("device_type is_cpu is_cuda get_cpu_architecture")),
     Use(
         "vllm.config",
         "VllmConfig",
-        fields=(
-            *("model_config", "parallel_config", "cache_config", "load_config", "lora_config", "speculative_config"),
-            *("compilation_config", "kv_transfer_config", "kv_events_config", "scheduler_config"),
+        fields=_names(
+            "model_config parallel_config cache_config load_config lora_config speculative_config "
+            "compilation_config kv_transfer_config kv_events_config scheduler_config"
         ),
     ),
     Use(
         "vllm.config",
         "ModelConfig",
-        fields=(
-            *(
-                "model",
-                "served_model_name",
-                "revision",
-                "architectures",
-                "dtype",
-                "quantization",
-                "quantization_config",
-            ),
-            *("hf_config", "max_model_len", "model_class_overrides", "multimodal_config", "is_diffusion"),
-            "get_total_num_kv_heads",
+        fields=_names(
+            "model served_model_name revision architectures dtype quantization quantization_config hf_config "
+            "max_model_len model_class_overrides multimodal_config is_diffusion get_total_num_kv_heads"
         ),
     ),
     Use(
         "vllm.config",
         "ParallelConfig",
-        fields=(
-            *("rank", "tensor_parallel_size", "pipeline_parallel_size"),
-            *("decode_context_parallel_size", "prefill_context_parallel_size"),
-            *("local_world_size", "data_parallel_size_local"),
+        fields=_names(
+            "rank tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
+            "prefill_context_parallel_size local_world_size data_parallel_size_local"
         ),
     ),
     Use("vllm.config", "SchedulerConfig", fields=("max_num_batched_tokens",)),
     Use(
         "vllm.config",
         "CacheConfig",
-        fields=("block_size", "cache_dtype", "enable_prefix_caching", "prefix_cache_retention_interval"),
+        fields=_names("block_size cache_dtype enable_prefix_caching prefix_cache_retention_interval"),
     ),
-    Use("vllm.config", "LoadConfig", fields=("load_format", "download_dir")),
-    Use("vllm.config", "LoRAConfig", fields=("target_modules", "lora_dtype", "enable_tower_connector_lora")),
-    Use("vllm.lora.request", "LoRARequest", fields=("lora_int_id", "lora_path", "load_inplace", "name", "adapter_id")),
-    Use(
-        "vllm.config",
-        "KVTransferConfig",
-        fields=("kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
-    ),
+    Use("vllm.config", "LoadConfig", fields=_names("load_format download_dir")),
+    Use("vllm.config", "LoRAConfig", fields=_names("target_modules lora_dtype enable_tower_connector_lora")),
+    Use("vllm.lora.request", "LoRARequest", fields=_names("lora_int_id lora_path load_inplace name adapter_id")),
+    Use("vllm.config", "KVTransferConfig", fields=_names("kv_role kv_connector_extra_config kv_load_failure_policy")),
     # statistics and events
     Use(_METRICS, "KVConnectorStats", hooks={"aggregate": ("other",), "reduce": (), "reset": (), "is_empty": ()}),
     Use(_METRICS, "KVConnectorPromMetrics"),
     Use("vllm.config", "KVEventsConfig", fields=("enable_kv_cache_events",)),
-    Use("vllm.distributed.kv_events", "BlockStored", fields=("block_hashes", "medium", "group_idx", "ownership")),
-    Use("vllm.distributed.kv_events", "BlockRemoved", fields=("block_hashes", "medium", "group_idx", "ownership")),
+    Use("vllm.distributed.kv_events", "BlockStored", fields=_names("block_hashes medium group_idx ownership")),
+    Use("vllm.distributed.kv_events", "BlockRemoved", fields=_names("block_hashes medium group_idx ownership")),
     Use("vllm.distributed.kv_events", "KVCacheEvent"),
     Use("vllm.v1.core.kv_cache_utils", "BlockHash"),
     Use("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash"),
@@ -253,17 +237,17 @@ USES: tuple[Use, ...] = (
 
 
 def missing(uses: tuple[Use, ...] = USES) -> list[str]:
-    """What of the table the installed vLLM does not have, in words; empty: all is there."""
-    return [lack for use in uses for lack in _lacks(use)]
+    """The entries of the table that the installed vLLM does not have, in words."""
+    return [lack for use in uses for lack in _missing_of(use)]
 
 
-def _lacks(use: Use) -> Iterator[str]:
+def _missing_of(use: Use) -> Iterator[str]:
     try:
         module = importlib.import_module(use.module)
     except ImportError:
         yield use.module
         return
-    except Exception as error:  # noqa: BLE001 - vLLM's code: a module that cannot be imported is missing, whatever it raised
+    except Exception as error:  # noqa: BLE001 - vLLM's code: after any error of an import its module is missing
         yield f"{use.module} (its import raised {type(error).__name__}: {error})"
         return
     path = f"{use.module}.{use.name}" if use.name else use.module
@@ -288,7 +272,7 @@ def _lacks(use: Use) -> Iterator[str]:
 
 
 def _parameters(function: Any) -> tuple[str, ...] | None:
-    """Names of its parameters; `None`: it is no function, or one that does not tell."""
+    """Names of its parameters; `None`: it is no function, or has no signature."""
     function = function.fget if isinstance(function, property) else function
     try:
         return tuple(name for name in inspect.signature(function).parameters if name != "self")
@@ -302,7 +286,7 @@ def _has_field(owner: Any, name: str) -> bool:
         return True
     for cls in getattr(owner, "__mro__", ()):
         own = vars(cls)
-        if any(name in own.get(told, ()) for told in ("__annotations__", "__dataclass_fields__", "__struct_fields__")):
+        if any(name in own.get(kind, ()) for kind in ("__annotations__", "__dataclass_fields__", "__struct_fields__")):
             return True
         code = getattr(own.get("__init__"), "__code__", None)  # what a plain class sets in its constructor
         if code is not None and name in code.co_names:

@@ -1,8 +1,7 @@
-"""Reads vLLM's objects into plain values: a vLLM upgrade touches only this file and `connector.py`."""
+"""Reads an engine's configuration and the model's cache into `connector.facts`."""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -27,31 +26,29 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
-from connector.vllm.contract import advice_on_releases, is_tested, release_of
+from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 from kvstore.runtime.machine import usable_bytes
 
-__all__ = ["cache_layers", "hash_block_tokens", "read_facts", "read_name", "takes_release"]
-
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+__all__ = ["cache_layers", "hash_block_tokens", "read_facts", "read_name", "untested_version"]
 
 _QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 _TOKEN_BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),
-    # both store with Triton's kernel alone, in a cache of one spec, in a layout that both of its readers know
+    # both store with Triton's kernel alone, in a cache of one spec, in a layout that both readers use
     *("TRITON_FLASH_ATTN", "TRITON_FLASHINFER"),
     *("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
 )
-"""On a GPU these store a token's key and then its value, or its latent vector, as the tensor's strides say (0.32)."""
+"""On a GPU these store a token's key and then its value, or its latent vector, by the tensor's strides (0.32)."""
 
 
 class _Unsupported(Exception):
-    """Why this engine's cache cannot be cached, in words for the operator."""
+    """Why this engine cannot be cached, in words for the operator."""
 
 
 def read_name(vllm_config: Any) -> str:
-    """What people see of this process in the status of the service that it is connected to."""
+    """The name of this process in the status of its service."""
     model = vllm_config.model_config
     served = model.served_model_name or model.model
     name = str(served if isinstance(served, str) else served[0]).rstrip("/").rpartition("/")[2]
@@ -59,14 +56,14 @@ def read_name(vllm_config: Any) -> str:
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
-    """Read one engine's facts; never raises for a model that is merely not supported."""
+    """Read one engine's facts. A model that is not supported is no error: `unsupported` says why."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     scheduler_block, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups: tuple[GroupFacts, ...] = ()
     unsupported = None
     try:
         _refuse_unsupported_engines(vllm_config)
-        stages = _tell_stages(parallel, _read_layers(vllm_config, kv_cache_config))
+        stages = _exchange_stages(parallel, _read_layers(vllm_config, kv_cache_config))
         groups = _group(stages, _stage_of(parallel))
     except _Unsupported as reason:
         unsupported = str(reason)
@@ -84,7 +81,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         groups=groups,
         unsupported=unsupported,
         load_failure_policy=str(vllm_config.kv_transfer_config.kv_load_failure_policy),
-        untested_release=_untested_version(),
+        untested_release=untested_version(),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         retention_tokens=vllm_config.cache_config.prefix_cache_retention_interval,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -97,57 +94,32 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
 def cache_layers(kv_caches: Mapping[str, torch.Tensor], names: tuple[str, ...], num_blocks: int) -> list[torch.Tensor]:
     """The layers' cache tensors, dimension 0 = the manager's blocks, in the order of `names`.
 
-    By name and not by iterating: layers that share another's cache are in the mapping too.
+    Selected by name, since layers that share another layer's cache are in the mapping too.
     """
     return [group_kernel_blocks(kv_caches[name], num_blocks) for name in names]
 
 
 def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens that one hash of vLLM's stands for: a block, or a part that all of its groups' blocks are multiples of."""
+    """Tokens per hash of vLLM: a block, or a common divisor of all groups' blocks."""
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def takes_release(*, allow_untested: bool, tells: bool) -> bool:
-    """Whether the installed vLLM is of a release that was tested, or that the operator permits.
-
-    Args:
-        allow_untested: What the operator has set.
-        tells: Warn if it was not tested: in one of an engine's processes.
-    """
-    version = _untested_version()
-    if version is None:
-        return True
-    if tells and allow_untested:
-        _log.warning(
-            "kvstore: vLLM %s was not tested with this connector and is used since allow_untested_vllm is set: nothing"
-            " is loaded until the first resume points were computed again and equalled what is stored",
-            version,
-        )
-    elif tells:
-        _log.warning(
-            "kvstore: this engine is not cached: vLLM %s was not tested with this connector: %s; or set"
-            " allow_untested_vllm in kv_connector_extra_config to try it",
-            version,
-            advice_on_releases(),
-        )
-    return allow_untested
-
-
-def _untested_version() -> str | None:
+def untested_version() -> str | None:
+    """The installed vLLM's version, if its release was not tested with this connector."""
     return None if is_tested(vllm.__version__) else str(vllm.__version__)
 
 
 def _refuse_unsupported_engines(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
-        raise _Unsupported("context parallelism (DCP, PCP) is not supported: its interleaved tokens are not proven")
+        raise _Unsupported("context parallelism (DCP, PCP) is not supported: its layout of tokens is not proven")
     if vllm_config.model_config.is_diffusion:
         # a request may end with a canvas that no forward has written to its blocks (`diffusion_read_only`)
-        raise _Unsupported("diffusion models are not supported: not all they answer with is in their cache")
+        raise _Unsupported("diffusion models are not supported: their cache does not hold all answered tokens")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise _Unsupported("calculate_kv_scales makes scales of each engine's own; use the checkpoint's scales")
+        raise _Unsupported("with calculate_kv_scales each engine has scales of its own; use the checkpoint's scales")
     if not current_platform.is_cpu() and not current_platform.is_cuda():
-        raise _Unsupported(f"{current_platform.device_name} is not supported, only CPUs and Nvidia's GPUs")
+        raise _Unsupported(f"{current_platform.device_name} is not supported; supported are CPUs and Nvidia's GPUs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +153,10 @@ def _stage_of(parallel: Any) -> int:
     return int(parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size)
 
 
-def _tell_stages(parallel: Any, mine: _Layers | str) -> list[_Layers]:
-    """What every pipeline stage holds. vLLM tells a rank of its own layers only, so the ranks tell each other.
+def _exchange_stages(parallel: Any, mine: _Layers | str) -> list[_Layers]:
+    """The layers of every pipeline stage. A rank knows its own layers only, so the ranks exchange them.
 
-    Every rank of a pipeline must call this, also one whose layers cannot be cached: the others wait for it.
+    Every rank of a pipeline must call this, even if its layers cannot be cached: the others wait for it.
     """
     stages = [mine]
     if parallel.pipeline_parallel_size > 1:
@@ -237,7 +209,7 @@ def _kind_of(spec: Any) -> GroupKind:
     # exact types: a subclass may change what a block holds or which blocks are needed
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode != "align":
-            raise _Unsupported("recurrent states are only kept at block boundaries in vLLM's mode 'align'")
+            raise _Unsupported("vLLM keeps recurrent states at block boundaries in its mode 'align' only")
         return Recurrent()
     if type(spec) is SlidingWindowSpec:
         return SlidingWindow(spec.sliding_window, spec.extra_retained_tokens)
@@ -278,21 +250,21 @@ def _read_content(vllm_config: Any, spec: Any) -> CellFacts | StateFacts:
 
 
 def _total_heads(vllm_config: Any, spec: Any) -> int:
-    """KV heads of the whole model; if each rank has one, some may be copies of another rank's."""
+    """KV heads of the whole model. If each rank has one head, some may be copies of another rank's."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1 or spec.num_kv_heads > 1:
         return int(spec.num_kv_heads) * ranks
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     if ranks % total and total % ranks:
-        raise _Unsupported(f"{total} KV heads on {ranks} ranks are not shared out evenly")
+        raise _Unsupported(f"{total} KV heads cannot be divided evenly over {ranks} ranks")
     return min(total, ranks)
 
 
 def _packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | int], ...]:
-    """What the bytes inside a block depend on, beyond the model.
+    """On what the bytes inside a block depend, beyond the model.
 
-    The CPU backend blocks keys by instruction set, in a way that may change with vLLM's release; a recurrent state is
-    laid out as its kernels like it.
+    The CPU backend arranges keys by instruction set, in a way that may change with vLLM's release. The layout of a
+    recurrent state depends on its kernels.
     """
     if current_platform.is_cuda():
         return _gpu_packing(vllm_config, name, spec)
@@ -307,7 +279,7 @@ def _packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | i
 
 
 def _gpu_packing(vllm_config: Any, name: str, spec: Any) -> tuple[tuple[str, str | int], ...]:
-    """For attention only the order of channels in a token, so that engines of any layout and block size share pages."""
+    """For attention only the order of channels in a token: engines of any layout and block size share pages."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     if layer is None:
         raise _Unsupported(f"the attention backend of {name} is not known")

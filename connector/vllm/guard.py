@@ -1,4 +1,4 @@
-"""The guard: no error of ours reaches the engine."""
+"""The guard around each hook: no error of ours reaches the engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
-    """Keep errors of a hook from the engine: count them, log them with their traceback, return the fallback.
-
-    The hook's object counts in `guarded_errors`; the first 20 are logged.
+    """Catch the errors of a hook: count them in `guarded_errors` of its object, log the first 20 with their traceback.
 
     Args:
-        fallback: What the engine gets instead; called if it is callable.
+        fallback: The result for the engine after an error; called if it is callable.
     """
 
     def decorate(hook: Hook) -> Hook:
@@ -33,7 +31,7 @@ def guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
             except Exception:  # noqa: BLE001 - the guard
                 self.guarded_errors += 1
                 if self.guarded_errors <= _LOGGED_ERRORS:
-                    _log.exception("kvstore: an error in %s was kept from the engine", hook.__name__)
+                    _log.exception("kvstore: an error in %s was caught; the engine continues", hook.__name__)
                 return fallback() if callable(fallback) else fallback
 
         return protected  # type: ignore[return-value]

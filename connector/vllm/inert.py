@@ -1,6 +1,6 @@
 """Which class vLLM gets by the name `KVStoreConnector`: the connector, or an inert one where it cannot work.
 
-An engine never fails to start because its vLLM is not the one that we were written for: it runs uncached, and says so.
+An engine never fails to start because its vLLM has changed: it runs uncached, and logs why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["connector_class"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BASES = ((BASE, "KVConnectorBase_V1"), (BASE.rpartition(".")[0], "KVConnectorBase_V1"))
-"""Where vLLM's base class is, and another place that names it; more is not needed to be accepted as a connector."""
+"""Where vLLM's base class is, and another module that names it. vLLM accepts every subclass as a connector."""
 
 
 @functools.cache
@@ -25,15 +25,14 @@ def connector_class() -> type:
     """The class for vLLM's factory, the same at each call.
 
     Raises:
-        ImportError: vLLM is not installed, or has no connectors of a kind that we know, so that nothing of ours could
-            be accepted by it.
+        ImportError: vLLM is not installed, or its base class of connectors is gone.
     """
     lacks = missing()
     if lacks:
         return _inert_class(f"vLLM {_version()} lacks {', '.join(lacks)}: {advice_on_releases()}")
     try:
         from connector.vllm.connector import KVStoreConnector
-    except (ImportError, AttributeError, TypeError) as error:  # vLLM has the names, but not as we use them
+    except (ImportError, AttributeError, TypeError) as error:  # vLLM has the names with another meaning
         _log.debug("kvstore: the connector cannot be imported", exc_info=True)
         return _inert_class(
             f"the connector cannot be imported with vLLM {_version()}: {type(error).__name__}: {error};"
@@ -54,7 +53,7 @@ def _inert_class(reason: str) -> type:
     metadata = getattr(v1, "KVConnectorMetadata", object)
 
     class InertConnector(*bases):  # type: ignore[misc]
-        """Answers what vLLM asks every connector; all else is left to the base class."""
+        """Implements the hooks that every connector must have; the base class implements the others."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -78,17 +77,17 @@ def _inert_class(reason: str) -> type:
             return False, None
 
         def _nothing(self, *args: Any, **kwargs: Any) -> None:
-            """For hooks whose answer vLLM does not use."""
+            """For hooks whose result vLLM ignores."""
 
         start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
 
     InertConnector.__name__ = InertConnector.__qualname__ = "KVStoreConnector"
-    InertConnector.__abstractmethods__ = frozenset()  # also what a later release asks for: its base's answer has to do
+    InertConnector.__abstractmethods__ = frozenset()  # a hook that a later release adds: its base's answer is used
     return InertConnector
 
 
 def _base_class() -> tuple[type, Any]:
-    """vLLM's base class of connectors, and the module that it was found in."""
+    """vLLM's base class of connectors, and its module."""
     for name, attribute in _BASES:
         try:
             module = importlib.import_module(name)

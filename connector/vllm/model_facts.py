@@ -1,4 +1,4 @@
-"""vLLM's settings that determine what a model, its adapters and its media are; read without importing vLLM."""
+"""vLLM's settings that determine the content of a model, its adapters and its media; read without importing vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["read_rules"]
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
-"""Keys of a model's configuration, nested ones included, that say where it came from or that vLLM writes into it."""
+"""Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
 
 _TYPES = ("torch_dtype", "dtype")
 """Covered by `compute_dtype`, which an operator may have chosen."""
@@ -24,7 +24,7 @@ _MEDIA_SETTINGS = (
 
 
 def read_rules(vllm_config: Any) -> dict[str, Any]:
-    """Some fields of `EngineFacts`: where the weights are, what is computed with them, and what changes that."""
+    """Some fields of `EngineFacts`: the weights' folder, the model's configuration, and settings that affect output."""
     model = vllm_config.model_config
     return {
         "model_path": _weights_folder(vllm_config, model),
@@ -38,7 +38,7 @@ def read_rules(vllm_config: Any) -> dict[str, Any]:
 
 
 def _weights_folder(vllm_config: Any, model: Any) -> str:
-    """The folder of a model's weights: a name on the hub is resolved to a folder in its cache."""
+    """The folder of a model's weights; a name on the hub is resolved to a folder in the hub's cache."""
     name = str(model.model)
     if Path(name).exists():
         return name
@@ -76,7 +76,7 @@ def _model_rules(model: Any) -> dict[str, Any]:
     rules: dict[str, Any] = {}
     config = model.hf_config.to_dict()
     originals = list(_original_lengths(config, config.get("original_max_position_embeddings")))
-    if originals:  # vLLM chooses one set of factors at start, by the longest request that it would accept
+    if originals:  # vLLM chooses one set of factors at start, by the longest request that it accepts
         rules["long_rope"] = [model.max_model_len > original for original in originals]
     if model.quantization_config is not None:
         rules["quantization_config"] = _plain(_as_mapping(model.quantization_config))
@@ -86,7 +86,7 @@ def _model_rules(model: Any) -> dict[str, Any]:
 
 
 def _original_lengths(config: Mapping[str, Any], default: int | None) -> Iterator[int]:
-    """Where each longrope of a configuration switches from short to long factors."""
+    """At which length each longrope of a configuration switches from short to long factors."""
     if config.get("rope_type", config.get("type")) in _LONG_ROPES:
         yield int(config.get("original_max_position_embeddings") or default or 0)
     for value in config.values():
@@ -108,7 +108,7 @@ def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:
 
 
 def _media_rules(media: Any) -> dict[str, Any]:
-    """An engine's settings that affect media items but are not covered by vLLM's hash of an item."""
+    """Settings that affect media items and are not covered by vLLM's hash of an item."""
     found = {name: _plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
     return {name: value for name, value in found.items() if value}
 

@@ -1,45 +1,43 @@
-"""The engine's hooks that neither save nor load: statistics, hit sources, cache events, set-up."""
+"""The hooks by which an engine is observed: statistics and metrics, the sources of a hit, cache events."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from connector.bridge import result_or_none
-from connector.metrics import Drain
-from connector.scheduler.cache_events import Announcements, RequestHashes
-from connector.vllm.engine_facts import hash_block_tokens
-from connector.vllm.guard import guarded
-
-if TYPE_CHECKING:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    from connector.identity import CacheShape
-    from connector.scheduler.side import SchedulerSide
-    from connector.worker.side import WorkerSide
-    from kvstore.api import Staged
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from connector.bridge import result_or_none
 from connector.identity import CacheShape
-from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, keep_gauges, merge, metric_of, summary
-from connector.scheduler.cache_events import Announcement
+from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, Drain, keep_gauges, merge, metric_of, summary
+from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
+from connector.vllm.engine_facts import hash_block_tokens
+from connector.vllm.guard import guarded
 
-__all__ = [
-    "EngineSurface",
-    "KVStorePromMetrics",
-    "KVStoreStats",
-    "split_tokens",
-    "to_events",
-]
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from connector.scheduler.side import SchedulerSide
+    from connector.worker.side import WorkerSide
+    from kvstore.api import Staged
+
+__all__ = ["KVStorePromMetrics", "KVStoreStats", "ObservabilityHooks", "split_tokens", "to_events"]
+
+OWNERSHIP = "kvstore"
+"""Distinguishes our events from those of vLLM's own tiers."""
+
+_ON_THIS_NODE = ("memory", "filesystem")
+_HIT_SOURCES = {"memory": "host", "filesystem": "disk"}
+_OTHER_SOURCE = "external_unspecified"
+"""Redis and S3: vLLM has no word for stores that are neither this host nor its disk."""
 
 
-class EngineSurface:
-    """Hooks of `KVStoreConnector` that neither save nor load.
+class ObservabilityHooks:
+    """The part of `KVStoreConnector` that neither saves nor loads.
 
     Attributes:
         model: The worker's model, if the engine passes it on; kept for selective recomputation.
@@ -51,7 +49,7 @@ class EngineSurface:
     model: Any = None
     _vllm_config: Any
     _kv_cache_config: Any
-    _announcements: Announcements | None = None
+    _cache_events: CacheEvents | None = None
     _hash_tokens: int = 0
     _drain: Drain | None = None
 
@@ -74,7 +72,7 @@ class EngineSurface:
         side = self.scheduler_side
         if side is None:
             return {}
-        return {"connector_ready": float(side.is_ready), "connector_saves_in_flight": len(side.saves)}
+        return {"connector_ready": float(side.is_ready), "connector_saves_in_flight": len(side.save_jobs)}
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
@@ -96,59 +94,57 @@ class EngineSurface:
 
     @guarded(fallback=dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """The hit's tokens by where they came from; the numbers add up to the hit. vLLM asks since 0.32."""
+        """The hit's tokens by source; the numbers add up to the hit. vLLM calls this since 0.32."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         staged = self._being_loaded(request.request_id)
         sources = staged.sources if staged is not None else {}
-        return {CacheHitSource(place): count for place, count in split_tokens(sources, num_external_tokens).items()}
+        return {CacheHitSource(source): count for source, count in split_tokens(sources, num_external_tokens).items()}
 
     @guarded(fallback=list)
     def take_events(self) -> list[Any]:
         """Cache events since the last call; a list, since vLLM tests its truth value."""
         if self.scheduler_side is not None:
-            self.scheduler_side.on_step_reported()  # vLLM asks once for each step, when it has the step's results
-        if self._announcements is None or self._kv_cache_config is None:
+            self.scheduler_side.on_step_reported()  # vLLM calls this once for each step, when it has the step's results
+        if self._cache_events is None or self._kv_cache_config is None:
             return []
-        taken = self._announcements.take()
-        return list(to_events(taken, self._announcements.shape, self._kv_cache_config)) if taken else []
+        taken = self._cache_events.take()
+        return list(to_events(taken, self._cache_events.shape, self._kv_cache_config)) if taken else []
 
     def _publish_events(self, shape: CacheShape, num_ranks: int) -> None:
-        """Announce pages from now on, if the engine publishes cache events."""
+        """Publish cache events from now on, if the engine is configured to."""
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events or self.scheduler_side is None:
             return
-        self._announcements = Announcements(shape, num_ranks=num_ranks)
+        self._cache_events = CacheEvents(shape, num_ranks=num_ranks)
         self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
-        self.scheduler_side.saves.announcements = self._announcements
+        self.scheduler_side.publish_events(self._cache_events)
 
     @guarded()
-    def _announce_request(self, request: Any) -> None:
-        """Note a request whose pages may be announced."""
-        if self._announcements is None:
+    def _note_request_hashes(self, request: Any) -> None:
+        """Note how vLLM's events name a new request's blocks."""
+        if self._cache_events is None:
             return
         adapter = request.lora_request
-        self._announcements.opened(
-            request.request_id,
-            RequestHashes(
-                block_hashes=request.block_hashes,
-                hash_tokens=self._hash_tokens,
-                lora_name=adapter.name if adapter is not None else None,
-                lora_id=adapter.adapter_id if adapter is not None else None,
-            ),
+        hashes = RequestHashes(
+            block_hashes=request.block_hashes,
+            hash_tokens=self._hash_tokens,
+            lora_name=adapter.name if adapter is not None else None,
+            lora_id=adapter.adapter_id if adapter is not None else None,
         )
+        self._cache_events.on_new_request(request.request_id, hashes)
 
     @guarded()
-    def _announce_hit(self, request: Any) -> None:
-        """Announce the pages of a hit that is being loaded: they are where they were read from."""
-        if self._announcements is None or self.scheduler_side is None:
+    def _publish_hit(self, request: Any) -> None:
+        """Publish the pages of a hit that is being loaded: they are in the tier from which they were read."""
+        if self._cache_events is None or self.scheduler_side is None:
             return
-        state, staged = self.scheduler_side.ledger.find(request.request_id), self._being_loaded(request.request_id)
+        state, staged = self.scheduler_side.requests.get(request.request_id), self._being_loaded(request.request_id)
         if state is not None and staged is not None:
-            self._announcements.on_staged(state, staged)
+            self._cache_events.on_staged(state, staged)
 
     def _being_loaded(self, request_id: str) -> Staged | None:
-        state = self.scheduler_side.ledger.find(request_id) if self.scheduler_side is not None else None
+        state = self.scheduler_side.requests.get(request_id) if self.scheduler_side is not None else None
         return result_or_none(state.loading.future) if state is not None and state.loading is not None else None
 
     def get_finished_count(self) -> int | None:
@@ -159,63 +155,45 @@ class EngineSurface:
 
     @guarded()
     def initialize_worker_connector(self, initialization_data: Any) -> None:
-        """Take what an engine passes to its workers' connectors once the model is loaded.
+        """Keep the `model` of an object that an engine passes to its workers' connectors after the model is loaded.
 
         Proposed to vLLM; no release calls it yet.
-
-        Args:
-            initialization_data: Any object; its `model`, if it has one, is kept.
         """
         self.model = getattr(initialization_data, "model", None)
 
 
-_PLACES = {"memory": "host", "filesystem": "disk"}
-_ELSEWHERE = "external_unspecified"
-"""Redis and S3: vLLM has no word for stores that are neither this host nor its disk."""
-
-
 def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """Divide a hit's tokens by where its records were read from; the shares add up to `tokens`.
+    """Divide a hit's tokens by source; the shares add up to `tokens`.
 
-    A record is not a number of tokens, so a hit from several tiers is shared in proportion to its records.
-
-    Args:
-        records_by_tier: By name of the tier, as the store counted them.
-        tokens: Length of the hit.
+    Records differ in tokens, so a hit from several tiers is shared in proportion to its records.
 
     Returns:
         Tokens by the value of vLLM's `CacheHitSource`; none of them zero.
     """
     records: dict[str, int] = {}
     for tier, count in records_by_tier.items():
-        place = _PLACES.get(tier, _ELSEWHERE)
-        records[place] = records.get(place, 0) + count
+        source = _HIT_SOURCES.get(tier, _OTHER_SOURCE)
+        records[source] = records.get(source, 0) + count
     total = sum(records.values())
     if total == 0:
-        return {_ELSEWHERE: tokens} if tokens else {}
+        return {_OTHER_SOURCE: tokens} if tokens else {}
     shares, given, seen = {}, 0, 0
-    for place, count in sorted(records.items()):
+    for source, count in sorted(records.items()):
         seen += count
-        upto = tokens * seen // total  # rounding a running sum: nothing is lost or counted twice
-        shares[place] = upto - given
+        upto = tokens * seen // total  # rounding a running sum: no token is lost or counted twice
+        shares[source] = upto - given
         given = upto
-    return {place: share for place, share in shares.items() if share}
+    return {source: share for source, share in shares.items() if share}
 
 
-OWNERSHIP = "kvstore"
-"""Tells our events from those of vLLM's own tiers."""
-
-_ON_THIS_NODE = ("memory", "filesystem")
-
-
-def to_events(announcements: Iterable[Announcement], shape: CacheShape, kv_cache_config: Any) -> Iterator[KVCacheEvent]:
-    """One event for each of vLLM's groups whose blocks are in a page; the tier's name is the medium."""
-    for announcement in announcements:
-        run, tier = announcement.run, announcement.tier
+def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: Any) -> Iterator[KVCacheEvent]:
+    """One of vLLM's events for each of its groups whose blocks are in a page; the tier's name is the medium."""
+    for event in events:
+        run, tier = event.run, event.tier
         hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in run.hashes]
         locality = "LOCAL" if tier in _ON_THIS_NODE else "REMOTE"
         for index in shape.groups[run.group].facts.feed_groups:
-            if announcement.removed:
+            if event.removed:
                 yield BlockRemoved(
                     block_hashes=hashes, medium=tier, group_idx=index, locality=locality, ownership=OWNERSHIP
                 )
@@ -245,7 +223,7 @@ class KVStoreStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
-        """Add what another rank, the scheduler's side or a later step counted."""
+        """Add what another rank, the scheduler side or a later step counted."""
         merge(self.data, other.data)
         return self
 
@@ -258,14 +236,7 @@ class KVStoreStats(KVConnectorStats):
 
 
 class KVStorePromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics of `connector.metrics` and feeds them, for each engine behind one front end.
-
-    Args:
-        vllm_config: vLLM's.
-        metric_types: vLLM's classes for Prometheus' three types.
-        labelnames: Labels that all of vLLM's metrics have.
-        per_engine_labelvalues: Their values, by engine index.
-    """
+    """Registers the metrics of `connector.metrics` and feeds them, for each engine behind one front end."""
 
     def __init__(
         self,
@@ -276,7 +247,7 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
-        self._gauges: dict[int, dict[str, float]] = {}  # what is shown, by engine
+        self._gauges: dict[int, dict[str, float]] = {}  # the values shown, by engine
         for metric in COUNTERS:
             labels = [*labelnames, *([metric.label] if metric.label else [])]
             self._metrics[metric.meter] = self._counter_cls(

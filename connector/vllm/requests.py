@@ -1,4 +1,4 @@
-"""What vLLM's request says of its content, as plain values; read without importing vLLM."""
+"""vLLM's requests, steps and block pool, as plain values; read without importing vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
-from connector.scheduler.facts import Offer, StepFacts
+from connector.scheduler.facts import StateOffer, StepFacts
 
 __all__ = [
     "PoolPins",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
-"""vLLM's own names for media that it neither hashes nor caches: their numbers restart in every process."""
+"""vLLM's own names for media that it neither hashes nor caches. Their numbers restart in every process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class RequestReader:
     """Reads the content of requests of one engine.
 
     Attributes:
-        trusts_media: Identifiers of media are taken for their content, whoever chose them.
+        trusts_media: Identifiers of media count as their content, even if a user chose them.
         media_rules: Digest of the engine's settings that change how media items are processed.
-        adapters_on_media: Adapters change how media items are processed, too.
+        adapters_on_media: Adapters change how media items are processed.
     """
 
     trusts_media: bool = False
@@ -44,17 +44,17 @@ class RequestReader:
         cls, *, trusts_media: bool, media_rules: Mapping[str, Any], adapter_rules: Mapping[str, str]
     ) -> RequestReader:
         """A reader for the settings of the operator and the engine."""
-        told = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
-        return cls(trusts_media, told, "media_towers" in adapter_rules)
+        digest = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
+        return cls(trusts_media, digest, "media_towers" in adapter_rules)
 
     def content(self, request: Any) -> PromptContent | None:
-        """What a request has beside tokens; `None`: nothing.
+        """The parts of a request that are not tokens; `None`: there are none.
 
         Raises:
-            UncacheableContent: It depends on something that is not content, or not known to be content.
+            UncacheableContent: It depends on something that is not known to be content.
         """
         if getattr(request, "resumable", False):
-            raise UncacheableContent("streaming_session", "a streaming session changes its prompt as it goes")
+            raise UncacheableContent("streaming_session", "a streaming session changes its prompt")
         if request.lora_request is None and not request.mm_features and request.prompt_embeds is None:
             if request.prompt_token_ids is None:
                 raise UncacheableContent("no_tokens", "the prompt has no tokens")
@@ -70,9 +70,9 @@ class RequestReader:
         if not self.trusts_media:
             raise UncacheableContent("multimodal", "identifiers of media are not trusted")
         if _NUMBERED.match(identifier):
-            raise UncacheableContent("media_without_hash", "vLLM does not hash media while its caches of them are off")
+            raise UncacheableContent("media_without_hash", "vLLM does not hash media if its media caches are off")
         if lora_request is not None and self.adapters_on_media:
-            raise UncacheableContent("media_adapter", "the adapter changes what is made of media")
+            raise UncacheableContent("media_adapter", "the adapter changes how media are processed")
         position = feature.mm_position
         if self.media_rules:
             identifier = f"{self.media_rules}:{identifier}"
@@ -89,7 +89,7 @@ def _adapter(lora_request: Any) -> AdapterRequest | None:
     if lora_request is None:
         return None
     if lora_request.load_inplace:
-        raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, nobody can tell when")
+        raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
     return AdapterRequest(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
 
@@ -98,14 +98,14 @@ def _embedded(rows: torch.Tensor | None, is_token: list[bool] | None) -> Embedde
         return None
     if rows.device.type != "cpu" or rows.ndim != 2:
         raise UncacheableContent("prompt_embeds", "embeddings that are not a matrix in host memory")
-    # [num_tokens, hidden], whatever type -> [num_tokens, hidden * element bytes], bytes
+    # [num_tokens, hidden] of any type -> [num_tokens, hidden * element bytes] bytes
     data = rows.detach().contiguous().view(torch.uint8)
     dtype = str(rows.dtype).removeprefix("torch.")
     return EmbeddedPrompt(dtype, data.shape[1], data.numpy().data.cast("B"), bytes(is_token or ()))
 
 
 def read_step(output: Any) -> StepFacts:
-    """What is computed in a step, from vLLM's `SchedulerOutput` while the connector may read block tables of it."""
+    """The facts of a step, from vLLM's `SchedulerOutput` while block tables may be read from it."""
     computed = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -115,7 +115,7 @@ def read_step(output: Any) -> StepFacts:
         drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         final[request_id] = computed[request_id] + scheduled - drafts
     offers = {
-        request_id: [Offer(*offer) for offer in offered]
+        request_id: [StateOffer(*offer) for offer in offered]
         for request_id, offered in blocks.boundary_state_offloads.items()
     }
     preempted = tuple(output.preempted_req_ids or ())
@@ -148,7 +148,7 @@ class PoolPins:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block is in use or cached: no request holds KV, or will be given any that is there now."""
+        """Whether no block is in use or cached: no request holds KV, and none will get KV that exists now."""
         used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
         return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
 

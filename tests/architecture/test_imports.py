@@ -53,7 +53,7 @@ HOMES = {
 CONNECTOR_MAY_IMPORT = (
     *("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock", "runtime.sizes"),
     *("runtime.arena", "runtime.buffers", "runtime.prefault", "runtime.affinity"),
-    *("runtime.free_ranges", "runtime.machine"),
+    *("runtime.free_ranges", "runtime.machine", "runtime.instruments"),
 )
 
 

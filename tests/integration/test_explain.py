@@ -129,7 +129,7 @@ class Engine:
         return len(self.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=9, deadline=soon())))
 
     def close(self) -> None:
-        for state in self.side.ledger:
+        for state in list(self.side.requests.values()):
             self.side.on_finished(state.request_id)
         self.side.shutdown()
         self.bridge.close()

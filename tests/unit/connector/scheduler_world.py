@@ -9,7 +9,7 @@ from typing import Any
 
 from connector.identity import describe_namespace
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.facts import Offer, PromptFacts, StepFacts
+from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
@@ -85,7 +85,7 @@ class World:
         return self.state(request_id)
 
     def state(self, request_id: str) -> RequestState:
-        state = self.side.ledger.find(request_id)
+        state = self.side.requests.get(request_id)
         assert state is not None
         return state
 
@@ -115,7 +115,7 @@ class World:
         self,
         final: dict[str, int] | None = None,
         preempted: tuple[str, ...] = (),
-        offers: dict[str, list[Offer]] | None = None,
+        offers: dict[str, list[StateOffer]] | None = None,
     ) -> StepJobs:
         """One step; each request's block `i` has the id `100 + i`."""
         tables = {request_id: [tuple(range(100, 164))] for request_id in final or {}}
@@ -152,9 +152,9 @@ def world(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) ->
         made.become_ready()
         yield made
         made.store.held.clear()
-        for state in made.side.ledger:
+        for state in list(made.side.requests.values()):
             made.side.on_finished(state.request_id)
-        for request_id in list(made.side._orphans):
+        for request_id in list(made.side._ended_while_loading):
             made.finished(request_id)
         made.side.shutdown()
         made.no_leases()

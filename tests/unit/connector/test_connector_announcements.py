@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from connector.scheduler.cache_events import Announcement, Announcements, RequestHashes
-from connector.scheduler.facts import Offer
+from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
+from connector.scheduler.facts import StateOffer
 from tests.unit.connector.scheduler_world import World, world
 from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES
@@ -20,13 +20,13 @@ HASH = BLOCK // 2
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[World]:
     with world(tmp_path) as made:
-        made.side.saves.announcements = Announcements(made.shape, num_ranks=1)
+        made.side.publish_events(CacheEvents(made.shape, num_ranks=1))
         yield made
 
 
-def announcements(made: World) -> Announcements:
-    assert made.side.saves.announcements is not None
-    return made.side.saves.announcements
+def cache_events(made: World) -> CacheEvents:
+    assert made.side.save_jobs.cache_events is not None
+    return made.side.save_jobs.cache_events
 
 
 def hashes_of(name: str, count: int) -> list[bytes]:
@@ -36,7 +36,7 @@ def hashes_of(name: str, count: int) -> list[bytes]:
 def come(made: World, request_id: str, count: int, name: str | None = None) -> None:
     """A request of which vLLM tells the hashes; two with one name share them."""
     made.new(request_id, count, name)
-    announcements(made).opened(
+    cache_events(made).on_new_request(
         request_id, RequestHashes(hashes_of(name or request_id, count), HASH, lora_name="adapter")
     )
     made.hashed(request_id)
@@ -44,12 +44,12 @@ def come(made: World, request_id: str, count: int, name: str | None = None) -> N
 
 def go(made: World, request_id: str) -> None:
     made.side.on_finished(request_id)
-    announcements(made).closed(request_id)
+    cache_events(made).on_request_closed(request_id)
 
 
-def blocks(announcement: Announcement) -> list[int]:
+def blocks(event: PageEvent) -> list[int]:
     """Numbers of the announced blocks, by the last of each block's hashes."""
-    return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in announcement.run.hashes]
+    return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in event.run.hashes]
 
 
 def test_a_page_is_told_when_it_is_stored(made: World) -> None:
@@ -58,12 +58,12 @@ def test_a_page_is_told_when_it_is_stored(made: World) -> None:
     come(made, "r", count)
     jobs = made.step({"r": count}).saves
     assert [job.stop_tokens for job in jobs] == [PAGE, count]
-    assert announcements(made).take() == []
-    assert announcements(made).has_pending
+    assert cache_events(made).take() == []
+    assert cache_events(made).has_pending
     made.ranks_done(jobs[1].job_id)
     made.ranks_done(jobs[0].job_id)
-    tail, page = announcements(made).take()
-    assert not announcements(made).has_pending
+    tail, page = cache_events(made).take()
+    assert not cache_events(made).has_pending
     assert {tail.tier, page.tier} == {"memory"}
     assert blocks(page) == list(range(PAGE // BLOCK))
     assert page.run.parent is None
@@ -81,21 +81,21 @@ def test_a_page_that_was_not_stored_is_not_told(made: World) -> None:
     made.ranks_done(job.job_id, failed=(job.job_id,))
     come(made, "s", PAGE)
     (job,) = made.step({"s": PAGE}).saves
-    made.side.saves.withdraw([job])
+    made.side.save_jobs.withdraw([job])
     made.ranks_done(job.job_id)
-    assert announcements(made).take() == []
-    assert not announcements(made).has_pending
+    assert cache_events(made).take() == []
+    assert not cache_events(made).has_pending
 
 
 def test_all_ranks_must_have_stored_it(made: World) -> None:
     """Half of a page's slices are no page."""
-    made.side.saves.announcements = Announcements(made.shape, num_ranks=2)
+    made.side.publish_events(CacheEvents(made.shape, num_ranks=2))
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
     made.ranks_done(job.job_id)
-    assert announcements(made).take() == []
+    assert cache_events(made).take() == []
     made.ranks_done(job.job_id)
-    assert len(announcements(made).take()) == 1
+    assert len(cache_events(made).take()) == 1
 
 
 def test_a_hit_tells_the_tier_that_it_came_from(made: World) -> None:
@@ -108,8 +108,8 @@ def test_a_hit_tells_the_tier_that_it_came_from(made: World) -> None:
     assert state.loading is not None
     staged = state.loading.future.result()
     for _ in range(2):
-        announcements(made).on_staged(state, staged)
-    told = announcements(made).take()
+        cache_events(made).on_staged(state, staged)
+    told = cache_events(made).take()
     assert [(entry.tier, entry.removed) for entry in told] == [("memory", False)] * 2
     assert sorted(block for entry in told for block in blocks(entry)) == list(range(2 * PAGE // BLOCK))
     made.finished("r")
@@ -120,8 +120,8 @@ def test_a_hit_from_several_tiers_tells_nothing(made: World) -> None:
     from kvstore.api import Staged
 
     come(made, "r", PAGE)
-    announcements(made).on_staged(made.state("r"), Staged(None, PAGE, sources={"memory": 1, "s3": 1}))
-    assert announcements(made).take() == []
+    cache_events(made).on_staged(made.state("r"), Staged(None, PAGE, sources={"memory": 1, "s3": 1}))
+    assert cache_events(made).take() == []
 
 
 def test_what_is_gone_is_taken_back(made: World) -> None:
@@ -129,13 +129,13 @@ def test_what_is_gone_is_taken_back(made: World) -> None:
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
     made.ranks_done(job.job_id)  # told, though nothing reached this store: as if it had been evicted since
-    (stored,) = announcements(made).take()
+    (stored,) = cache_events(made).take()
     go(made, "r")
     for request_id in ("again", "and again"):
         come(made, request_id, PAGE, "r")
         made.step({request_id: BLOCK})
         go(made, request_id)
-    (gone,) = announcements(made).take()
+    (gone,) = cache_events(made).take()
     assert gone.removed
     assert gone.run.hashes == stored.run.hashes
     assert gone.tier == "memory"
@@ -148,25 +148,25 @@ def test_what_is_there_is_not_taken_back(made: World) -> None:
     state = made.state("r")
     eventually(lambda: state.lookup is not None and state.lookup.done())
     made.step({"r": PAGE})
-    assert announcements(made).take() == []
+    assert cache_events(made).take() == []
 
 
 def test_hashes_that_do_not_fit_blocks_tell_nothing(made: World) -> None:
     """vLLM's hashes span more than a block here, so that a block has none of its own."""
     made.new("r", PAGE)
-    announcements(made).opened("r", RequestHashes(hashes_of("r", PAGE), 3 * BLOCK))
+    cache_events(made).on_new_request("r", RequestHashes(hashes_of("r", PAGE), 3 * BLOCK))
     made.hashed("r")
     (job,) = made.step({"r": PAGE}).saves
     made.ranks_done(job.job_id)
-    assert announcements(made).take() == []
+    assert cache_events(made).take() == []
 
 
 def test_a_state_is_told_as_the_block_that_ends_there() -> None:
     """vLLM keeps a recurrent state under the hash of the block that it follows; its pages have their own."""
     at = Saving(STATES, FULL, prompt=4 * BLOCK)
-    at.saves.announcements = told = Announcements(at.shape, num_ranks=1)
-    told.opened("a", RequestHashes(hashes_of("a", 4 * BLOCK), HASH))
-    jobs = at.step(4 * BLOCK, [], [1, 2, 3, 4], [], offers=[Offer(0, 21, 4 * BLOCK), Offer(2, 22, 4 * BLOCK)])
+    at.jobs.cache_events = told = CacheEvents(at.shape, num_ranks=1)
+    told.on_new_request("a", RequestHashes(hashes_of("a", 4 * BLOCK), HASH))
+    jobs = at.step(4 * BLOCK, [], [1, 2, 3, 4], [], offers=[StateOffer(0, 21, 4 * BLOCK), StateOffer(2, 22, 4 * BLOCK)])
     at.done(jobs)
     entries = told.take()
     (state,) = [entry for entry in entries if entry.run.group == 0]

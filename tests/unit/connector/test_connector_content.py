@@ -20,7 +20,7 @@ ADAPTER = hashlib.sha256(b"an adapter").digest()
 def hashes(content: PromptContent, *, adapter: bytes | None = None, salt: str | None = None) -> dict[int, bytes]:
     chain = PrefixChain(16, salt, content)
     if adapter is not None:
-        chain.tell_adapter(adapter)
+        chain.set_adapter(adapter)
     chain.extend(TOKENS[:40])
     chain.extend(TOKENS)
     return {boundary.tokens: bytes(boundary.prefix) for boundary in chain.boundaries}

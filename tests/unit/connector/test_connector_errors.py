@@ -70,7 +70,7 @@ def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytes
         assert not pinned and not at.side.has_pending_saves
 
 
-@pytest.mark.parametrize("where", ["_lookups._outcomes.hit", "_timing.on_load_ordered", "_lookups.admitted"])
+@pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
 def test_an_error_in_an_admission(at: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """vLLM waits for the load from here on: the ranks are told to report it as failed, and it is asked for no more."""
     connector = KVStoreConnector.__new__(KVStoreConnector)

@@ -72,7 +72,7 @@ def test_a_service_that_is_down_costs_nothing(tmp_path: Path) -> None:
         bridge.store.errors["open_namespace"] = Unavailable("the service is not reachable")
         at = World(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000})
         eventually(lambda: bridge.store.calls["open_namespace"])
-        eventually(lambda: not at.side.opening.is_coming)
+        eventually(lambda: not at.side.namespace.is_expected)
         at.new("first", 170)
         assert at.side.matched_tokens("first", 0) == 0
         del bridge.store.errors["open_namespace"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from connector.request_parameters import Handoff, read_handoff, wants_receipt, write_receipt
-from connector.scheduler.facts import Offer
+from connector.scheduler.facts import StateOffer
 from tests.unit.connector.scheduler_world import World, world
 from tests.unit.connector.support import BLOCK, eventually
 from tests.unit.connector.test_connector_group_saves import FULL, STATES
@@ -123,6 +123,6 @@ def test_a_hybrid_promises_a_boundary_with_a_state() -> None:
     at.step(100, [], list(range(1, 8)), [])
     assert at.saves.promised_tokens(at.state) == 0
     at = Saving(STATES, FULL, prompt=100)
-    at.step(64, [], list(range(1, 5)), [], offers=[Offer(0, 21, 64), Offer(2, 22, 64)])
+    at.step(64, [], list(range(1, 5)), [], offers=[StateOffer(0, 21, 64), StateOffer(2, 22, 64)])
     at.step(100, [], list(range(1, 8)), [])
     assert at.saves.promised_tokens(at.state) == 64

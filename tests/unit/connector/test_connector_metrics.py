@@ -20,7 +20,7 @@ def test_every_meter_is_shown() -> None:
     """What any part of the connector counts has a name in `/metrics`."""
     call = re.compile(r'meters\.(?:add|set|observe)\(\s*"(connector_\w+)"')
     counted = {name for file in CONNECTOR.rglob("*.py") for name in call.findall(file.read_text())}
-    gauges = set(re.findall(r'"(connector_\w+)":', (CONNECTOR / "surface.py").read_text()))
+    gauges = set(re.findall(r'"(connector_\w+)":', (CONNECTOR / "vllm" / "observability.py").read_text()))
     assert gauges
     assert counted | gauges <= {metric.meter for metric in (*COUNTERS, *TIMES, *GAUGES)}
 
@@ -139,7 +139,7 @@ def test_the_log_line_is_short() -> None:
             "counters": {
                 "connector_hits": 2,
                 'connector_saves{outcome="stored"}': 3,
-                "connector_raw_bytes_loaded": 3 << 20,
+                "connector_loaded_bytes": 3 << 20,
                 "newer_release": 1,
             },
             "times": {"connector_stage_seconds": [0.010, 0.030]},

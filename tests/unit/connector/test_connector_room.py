@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
-from connector.host_memory import SaveRoom, save_room
+from connector.host_memory import HostMemoryBudget, host_memory_budget
 from connector.identity import CacheShape, read_shape
 from connector.settings import ConnectorSettings
 from kvstore.model.kinds import FullAttention, Recurrent
@@ -43,11 +43,11 @@ def engine(**changes: Any) -> EngineFacts:
     return replace(facts, **{"step_tokens": 16_384, "machine_bytes": 128 * GIB, **changes})
 
 
-def room(pinned_bytes: int | None = None, **changes: Any) -> SaveRoom:
+def room(pinned_bytes: int | None = None, **changes: Any) -> HostMemoryBudget:
     facts = engine(**changes)
     shape = read_shape(facts)
     assert isinstance(shape, CacheShape), shape
-    return save_room(ConnectorSettings(pinned_bytes=pinned_bytes), facts, shape)
+    return host_memory_budget(ConnectorSettings(pinned_bytes=pinned_bytes), facts, shape)
 
 
 def test_twice_what_a_step_makes() -> None:
@@ -66,7 +66,7 @@ def test_twice_what_a_step_makes() -> None:
         ({"machine_bytes": 8 * GIB}, GIB, "an eighth of this machine's memory"),
         ({"machine_ranks": 8}, 2 * GIB, "an eighth of this machine's memory for each of 8 ranks"),
         ({"machine_bytes": 0}, 2 * (16_384 * TOKEN_BYTES + ALL_STATES), "twice 16384 tokens"),
-        ({"device": "cuda"}, GIB, "the GPU's memory"),
+        ({"device": "cuda"}, GIB, "limit on a GPU"),
     ],
 )
 def test_its_bounds(changes: dict[str, Any], pinned_bytes: int, reason: str) -> None:

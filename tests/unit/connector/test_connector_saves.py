@@ -10,7 +10,7 @@ import pytest
 
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.facts import Offer, PromptFacts, StepFacts
+from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from tests.unit.connector.scheduler_world import BLOCK_BYTES, World, unready_world, world
 from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
@@ -104,7 +104,7 @@ def test_before_the_prompt_is_hashed(at: World) -> None:
 def test_what_is_offered_once_is_not_computed_before_the_prompt_is_hashed(tmp_path: Path, fleeting: GroupFacts) -> None:
     """Also where nothing is looked up for it: an engine that only saves computes a short prompt in its first step."""
     with world(tmp_path, {"groups": (fleeting, FULL)}, mode="save") as at:
-        offers = [Offer(feed, 7, 160) for feed in fleeting.feed_groups]
+        offers = [StateOffer(feed, 7, 160) for feed in fleeting.feed_groups]
         with at.bridge.stopped():
             state = at.new("a", 170)
             assert at.side.matched_tokens("a", 0) is None
@@ -121,7 +121,7 @@ def test_a_prompt_that_cannot_be_hashed_in_time_is_computed(tmp_path: Path) -> N
     with world(tmp_path, {"groups": (STATES, FULL)}, mode="save", lookup_timeout_ms=20) as at, at.bridge.stopped():
         at.new("a", 170)
         assert at.ask("a") == 0
-        assert stops(at.step({"a": 170}, offers={"a": [Offer(0, 7, 160)]})) == []
+        assert stops(at.step({"a": 170}, offers={"a": [StateOffer(0, 7, 160)]})) == []
         assert at.side.meters.get("connector_saves", outcome="not_hashed") == 1
 
 
@@ -180,7 +180,7 @@ def test_a_page_that_never_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture
         at.new("a", 128)
         at.hashed("a")
         assert at.step({"a": 128}).saves == ()
-        assert at.side.room.needed_bytes == 2 * PAGE_BYTES
+        assert at.side.budget.needed_bytes == 2 * PAGE_BYTES
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "never saved" in said and 'set "pinned_bytes":"1MiB" or more' in said
     with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
@@ -221,7 +221,7 @@ def test_a_failed_save_ends_its_request_s_saves(at: World) -> None:
     jobs = at.step({"a": 64, "b": 64}).saves
     at.ranks_done(jobs[0].job_id, jobs[1].job_id, failed=(jobs[0].job_id,))
     assert [job.start_tokens for job in at.step({"a": 170, "b": 170}).saves] == [64, 128]
-    assert at.side.status()["saves_in_flight"] == 2
+    assert len(at.side.save_jobs) == 2
 
 
 def test_reports_of_unknown_jobs(at: World) -> None:
@@ -243,7 +243,7 @@ def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
         at.hashed("a", "b")
         with pytest.raises(KeyError):
             at.side.plan_step(StepFacts({"a": 64, "b": 64}, {"a": [range(1, 5)]}))
-        assert at.side.status()["saves_in_flight"] == 0
+        assert len(at.side.save_jobs) == 0
         at.new("c", 64)
         at.hashed("c")
         jobs = at.step({"c": 64})
@@ -261,7 +261,7 @@ def test_a_chain_out_of_order_saves_nothing(at: World) -> None:
     state.chain.boundaries.insert(1, state.chain.boundaries[1])
     with pytest.raises(AssertionError):
         at.step({"a": 170})
-    assert at.side.status()["saves_in_flight"] == 0
+    assert len(at.side.save_jobs) == 0
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def test_a_rank_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     ):
         at.store.held.clear()
         neither_hits_nor_saves(at)
-        assert at.side.status()["refused"] == "rank 1: unknown cache layout"
+        assert at.side.namespace.refusal == "rank 1: unknown cache layout"
         assert at.store.calls["open_namespace"] == 0
     assert len([record for record in caplog.records if "not cached" in record.message]) == 1
 
@@ -338,7 +338,7 @@ def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
     with unready_world(tmp_path) as at:
         at.store.errors["open_namespace"] = error
         at.store.held.clear()
-        assert str(error) in eventually(lambda: at.side.status()["refused"])
+        assert str(error) in eventually(lambda: at.side.namespace.refusal)
         neither_hits_nor_saves(at)
 
 
@@ -357,7 +357,7 @@ def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_weights(tmp_path: Path) -> None:
     """Without weight files and without an id the engine runs uncached and says what to set."""
     with unready_world(tmp_path, weights_id=None) as at:
-        assert "set weights_id" in eventually(lambda: at.side.status()["refused"])
+        assert "set weights_id" in eventually(lambda: at.side.namespace.refusal)
         neither_hits_nor_saves(at)
         assert at.store.calls["open_namespace"] == 0
 
@@ -386,4 +386,4 @@ def test_shutdown_twice(at: World) -> None:
     at.side.shutdown()
     at.no_leases()
     at.side.shutdown()
-    assert at.side.status()["requests"] == 0
+    assert len(at.side.requests) == 0

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from connector.scheduler.cache_events import Announcement, BlockRun
-from connector.vllm.observability import EngineSurface
+from connector.scheduler.cache_events import BlockRun, PageEvent
+from connector.vllm.observability import ObservabilityHooks
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import BLOCK, make_facts, make_shape
 
 
 def test_the_model_is_kept_where_an_engine_hands_it_over() -> None:
     """Any object will do; what has no model leaves none, and what is no object does no harm."""
-    surface, model = EngineSurface(), object()
+    surface, model = ObservabilityHooks(), object()
     assert surface.model is None
     surface.initialize_worker_connector(SimpleNamespace(model=model, something="else"))
     assert surface.model is model
@@ -28,12 +28,12 @@ def test_the_model_is_kept_where_an_engine_hands_it_over() -> None:
 
 def test_every_rank_is_counted() -> None:
     """vLLM counts one report of each rank by itself; another number would lose loads or wait for ever."""
-    assert EngineSurface().get_finished_count() is None
+    assert ObservabilityHooks().get_finished_count() is None
 
 
 def test_an_uncached_engine_shows_nothing() -> None:
     """Without a side there are neither statistics nor events."""
-    surface = EngineSurface()
+    surface = ObservabilityHooks()
     assert surface.get_kv_connector_stats() is None
     assert surface.take_events() == []
     assert surface.guarded_errors == 0
@@ -42,7 +42,7 @@ def test_an_uncached_engine_shows_nothing() -> None:
 def test_a_hit_that_is_not_ours() -> None:
     """vLLM may ask where it came from, since 0.32."""
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="this vLLM does not ask")
-    surface, request = EngineSurface(), SimpleNamespace(request_id="r")
+    surface, request = ObservabilityHooks(), SimpleNamespace(request_id="r")
     assert surface.get_external_cache_hit_sources(request, 0) == {}
     external = {sources.CacheHitSource.EXTERNAL_UNSPECIFIED: 128}
     assert surface.get_external_cache_hit_sources(request, 128) == external
@@ -51,7 +51,7 @@ def test_a_hit_that_is_not_ours() -> None:
 
 def test_a_worker_tells_what_it_counted_and_what_was_guarded() -> None:
     """An error that was kept from the engine is in the statistics, once."""
-    surface = EngineSurface()
+    surface = ObservabilityHooks()
     surface.worker_side = SimpleNamespace(meters=Meters())  # type: ignore[assignment]
     assert surface.get_kv_connector_stats() is None
     surface.guarded_errors += 1
@@ -80,7 +80,7 @@ def as_told(*hashes: bytes) -> list[Any]:
     return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
 
 
-def events_of(*announcements: Announcement) -> list[Any]:
+def events_of(*announcements: PageEvent) -> list[Any]:
     """As the events of a model whose one canonical group is fed by vLLM's groups 0 and 2."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -98,7 +98,7 @@ def events_of(*announcements: Announcement) -> list[Any]:
 
 def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
     """With everything that vLLM's own events say of the same blocks, the tier as medium, and us as owner."""
-    first, second = events_of(Announcement(RUN, "redis"))
+    first, second = events_of(PageEvent(RUN, "redis"))
     assert (first.group_idx, second.group_idx) == (0, 2)
     assert (first.kv_cache_spec_kind, second.kv_cache_spec_kind) == ("sliding_window", "full_attention")
     assert (first.kv_cache_spec_sliding_window, second.kv_cache_spec_sliding_window) == (64, None)
@@ -116,7 +116,7 @@ def test_a_removed_page_names_its_blocks(tier: str, locality: str) -> None:
     """Hashes and groups are what a router needs to forget it."""
     from vllm.distributed.kv_events import BlockRemoved
 
-    events = events_of(Announcement(BlockRun(0, RUN.hashes), tier, removed=True))
+    events = events_of(PageEvent(BlockRun(0, RUN.hashes), tier, removed=True))
     assert [type(event) for event in events] == [BlockRemoved] * 2
     assert [event.group_idx for event in events] == [0, 2]
     assert all((event.medium, event.locality, event.ownership) == (tier, locality, "kvstore") for event in events)

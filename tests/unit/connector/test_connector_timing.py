@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from connector.request_parameters import RequestFlags
+from connector.scheduler.costs import StepClock
 from connector.scheduler.facts import StepFacts
-from connector.scheduler.timing import StepClock
 from tests.unit.connector.scheduler_world import World, world
 
 
@@ -53,13 +53,12 @@ class TestSteps:
         at.new("a", 2000, flags=RequestFlags(save=False))
         for turn in range(5):
             at.side.plan_step(StepFacts({"a": 300 * turn + 300}, {}, computed_tokens={"a": 300 * turn}))
-            assert at.side._timing.num_open_steps == 1
             at.side.on_step_reported()
-        assert at.side._admission.prefill.seconds(0, 1500) is not None
-        before = at.side._admission.prefill.seconds(0, 1500)
+        assert at.side.costs.prefill.seconds(0, 1500) is not None
+        before = at.side.costs.prefill.seconds(0, 1500)
         at.side.plan_step(StepFacts({"a": 2300}, {}, computed_tokens={"a": 2000}))
         at.side.on_step_reported()
-        assert at.side._admission.prefill.seconds(0, 1500) == before
+        assert at.side.costs.prefill.seconds(0, 1500) == before
 
 
 class TestNeverSlow:
@@ -72,7 +71,7 @@ class TestNeverSlow:
             seen.append(timeout or -1.0)
             return False
 
-        monkeypatch.setattr(at.side._lookups.answered, "wait", wait)
+        monkeypatch.setattr(at.side.hits.answered, "wait", wait)
         return seen
 
     def test_decoding_is_not_delayed_by_requests_that_ask(self, at: World, waits: list[float]) -> None:

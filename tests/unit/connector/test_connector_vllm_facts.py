@@ -281,7 +281,11 @@ def test_chunked_and_draft_layers() -> None:
         ([group(full(), 0)], {"prefill_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),
         ([group(full(), 0)], {"is_diffusion": True}, "diffusion"),
-        ([group(full(num_kv_heads=1), 0)], {"ranks": 4, "total_heads": 3}, "3 KV heads on 4 ranks"),
+        (
+            [group(full(num_kv_heads=1), 0)],
+            {"ranks": 4, "total_heads": 3},
+            "3 KV heads cannot be divided evenly over 4 ranks",
+        ),
     ],
 )
 def test_what_is_not_proven_is_refused(groups: list[KVCacheGroupSpec], changes: dict[str, Any], reason: str) -> None:
