@@ -101,7 +101,7 @@ def test_an_error_at_the_end_of_a_request(at: World) -> None:
     at.keep("a", 170)
     at.state("a").lookup = None
     assert at.ask("a") == 160
-    at.state("a").present.clear()
+    at.state("a").stored_groups.clear()
     with pytest.raises(ZeroDivisionError):
         at.side.on_finished("a", 170, [range(1, 12)])
     assert not at.side.has_pending_saves
