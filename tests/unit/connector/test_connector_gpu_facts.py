@@ -15,8 +15,8 @@ from connector.facts import EngineFacts
 from connector.identity import describe_namespace, read_shape
 from connector.vllm.engine_facts import read_facts
 from kvstore.model.kinds import FullAttention, Latent, Recurrent
-from tests.unit.connector import test_connector_vllm_facts as engines
-from tests.unit.connector.test_connector_vllm_facts import MAMBA, full, group, mla, window
+from tests.unit.connector import test_connector_engine_facts as engines
+from tests.unit.connector.test_connector_engine_facts import MAMBA, full, group, mla, window
 
 
 def platform(name: str) -> SimpleNamespace:

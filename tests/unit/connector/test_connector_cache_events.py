@@ -9,22 +9,21 @@ import pytest
 
 from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
 from connector.scheduler.facts import StateOffer
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
-from tests.unit.connector.test_connector_group_saves import FULL, STATES
-from tests.unit.connector.test_connector_group_saves import World as Saving
+from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
 
 HASH = BLOCK // 2
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def made(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         made.side.publish_events(CacheEvents(made.shape, num_ranks=1))
         yield made
 
 
-def cache_events(made: World) -> CacheEvents:
+def cache_events(made: SchedulerHarness) -> CacheEvents:
     assert made.side.save_jobs.cache_events is not None
     return made.side.save_jobs.cache_events
 
@@ -33,7 +32,7 @@ def hashes_of(name: str, count: int) -> list[bytes]:
     return [f"{name}-{index}".encode() for index in range(count // HASH)]
 
 
-def come(made: World, request_id: str, count: int, name: str | None = None) -> None:
+def come(made: SchedulerHarness, request_id: str, count: int, name: str | None = None) -> None:
     """A request of which vLLM tells the hashes; two with one name share them."""
     made.new(request_id, count, name)
     cache_events(made).on_new_request(
@@ -42,7 +41,7 @@ def come(made: World, request_id: str, count: int, name: str | None = None) -> N
     made.hashed(request_id)
 
 
-def go(made: World, request_id: str) -> None:
+def go(made: SchedulerHarness, request_id: str) -> None:
     made.side.on_finished(request_id)
     cache_events(made).on_request_closed(request_id)
 
@@ -52,7 +51,7 @@ def blocks(event: PageEvent) -> list[int]:
     return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in event.run.hashes]
 
 
-def test_a_page_is_told_when_it_is_stored(made: World) -> None:
+def test_a_page_is_told_when_it_is_stored(made: SchedulerHarness) -> None:
     """Not when it is planned; then with the hashes, tokens, parent and adapter that vLLM's own events would have."""
     count = PAGE + 2 * BLOCK
     come(made, "r", count)
@@ -74,7 +73,7 @@ def test_a_page_is_told_when_it_is_stored(made: World) -> None:
     assert tail.run.lora_name == "adapter"
 
 
-def test_a_page_that_was_not_stored_is_not_told(made: World) -> None:
+def test_a_page_that_was_not_stored_is_not_told(made: SchedulerHarness) -> None:
     """A failed save, and one that never reached the ranks."""
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
@@ -87,7 +86,7 @@ def test_a_page_that_was_not_stored_is_not_told(made: World) -> None:
     assert not cache_events(made).has_pending
 
 
-def test_all_ranks_must_have_stored_it(made: World) -> None:
+def test_all_ranks_must_have_stored_it(made: SchedulerHarness) -> None:
     """Half of a page's slices are no page."""
     made.side.publish_events(CacheEvents(made.shape, num_ranks=2))
     come(made, "r", PAGE)
@@ -98,7 +97,7 @@ def test_all_ranks_must_have_stored_it(made: World) -> None:
     assert len(cache_events(made).take()) == 1
 
 
-def test_a_hit_tells_the_tier_that_it_came_from(made: World) -> None:
+def test_a_hit_tells_the_tier_that_it_came_from(made: SchedulerHarness) -> None:
     """Another engine's pages, read from one tier, are announced there, and not again at the next hit."""
     made.keep("prompt", 2 * PAGE)
     come(made, "r", 2 * PAGE + 1, "prompt")
@@ -115,7 +114,7 @@ def test_a_hit_tells_the_tier_that_it_came_from(made: World) -> None:
     made.finished("r")
 
 
-def test_a_hit_from_several_tiers_tells_nothing(made: World) -> None:
+def test_a_hit_from_several_tiers_tells_nothing(made: SchedulerHarness) -> None:
     """Which page came from which tier is not known then."""
     from kvstore.api import Staged
 
@@ -124,7 +123,7 @@ def test_a_hit_from_several_tiers_tells_nothing(made: World) -> None:
     assert cache_events(made).take() == []
 
 
-def test_what_is_gone_is_taken_back(made: World) -> None:
+def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
     """A later prompt asks for an announced page that the store does not have any more: it is told once."""
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
@@ -141,7 +140,7 @@ def test_what_is_gone_is_taken_back(made: World) -> None:
     assert gone.tier == "memory"
 
 
-def test_what_is_there_is_not_taken_back(made: World) -> None:
+def test_what_is_there_is_not_taken_back(made: SchedulerHarness) -> None:
     """The store has the page: nothing is said."""
     made.keep("r", PAGE)
     come(made, "r", PAGE)
@@ -151,7 +150,7 @@ def test_what_is_there_is_not_taken_back(made: World) -> None:
     assert cache_events(made).take() == []
 
 
-def test_hashes_that_do_not_fit_blocks_tell_nothing(made: World) -> None:
+def test_hashes_that_do_not_fit_blocks_tell_nothing(made: SchedulerHarness) -> None:
     """vLLM's hashes span more than a block here, so that a block has none of its own."""
     made.new("r", PAGE)
     cache_events(made).on_new_request("r", RequestHashes(hashes_of("r", PAGE), 3 * BLOCK))
@@ -163,7 +162,7 @@ def test_hashes_that_do_not_fit_blocks_tell_nothing(made: World) -> None:
 
 def test_a_state_is_told_as_the_block_that_ends_there() -> None:
     """vLLM keeps a recurrent state under the hash of the block that it follows; its pages have their own."""
-    at = Saving(STATES, FULL, prompt=4 * BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=4 * BLOCK)
     at.jobs.cache_events = told = CacheEvents(at.shape, num_ranks=1)
     told.on_new_request("a", RequestHashes(hashes_of("a", 4 * BLOCK), HASH))
     jobs = at.step(4 * BLOCK, [], [1, 2, 3, 4], [], offers=[StateOffer(0, 21, 4 * BLOCK), StateOffer(2, 22, 4 * BLOCK)])
