@@ -338,7 +338,7 @@ class SavesMachine(RuleBasedStateMachine):
     @rule(often=st.integers(0, 5))
     def close(self, often: int) -> None:
         if not often:
-            self.saves.close()
+            self.jobs.close()
             assert not self.jobs._waiting
 
     # ---- what always holds
