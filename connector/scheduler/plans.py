@@ -9,7 +9,7 @@ from connector.identity import GroupShape
 from connector.jobs import BlockIds, LoadPiece
 from kvstore.api import Staged
 from kvstore.errors import InternalError
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 
 __all__ = ["blocks_of", "final_pages", "plan_load"]
 

@@ -14,7 +14,7 @@ from connector.scheduler.plans import blocks_of, final_pages
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import Priority, SaveJobs
 from kvstore.model.keys import NamespaceId
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.runtime.meters import Meters
 
 __all__ = ["RunningRequest", "Saves"]

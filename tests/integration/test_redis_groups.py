@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import AskError
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
@@ -23,11 +23,11 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
 from kvstore.testing.servers.redis_group import RedisGroup, ask
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.slots import slot_of
-from kvstore.tiers.redis.stripes import stripe_names
+from kvstore.tiers.redis.reading import stripe_names
 from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, served_everywhere
 
 pytestmark = pytest.mark.servers
@@ -294,7 +294,7 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
         assert isinstance(catalog, RedisCatalog)
         assert await catalog.are_stored([prompt.key(64), prompt.key(16)], deadline=soon) == [True, False]
         async with asyncio.timeout(60):
-            while not meters.get("catalog_complete") or await catalog.noted("reconciled", deadline=soon) is None:
+            while not meters.get("catalog_complete") or await catalog.read_note("reconciled", deadline=soon) is None:
                 await asyncio.sleep(0.02)
     assert meters.get("catalog_failures", call="reconcile") == 0
     async with open_store(settings) as store:
@@ -319,7 +319,7 @@ async def test_a_frozen_node_costs_one_deadline(tier: RedisTier, cluster: RedisC
         assert time.monotonic() - started_s < 5
         started_s = time.monotonic()
         for _ in range(20):
-            with pytest.raises(Unavailable, match=f"left alone.*127.0.0.1:{frozen.port}"):
+            with pytest.raises(Unavailable, match=f"not used until.*127.0.0.1:{frozen.port}"):
                 await tier.get(here.key, deadline=Deadline.after(60))
             stored = await tier.get(there.key, deadline=Deadline.after(5))
             assert stored is not None and stored.data == there.data
