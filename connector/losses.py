@@ -152,7 +152,7 @@ class LossReporter:
         with self._lock:
             sums, self._sums = self._sums, {}
         for outcome in sums.values():
-            store.tell(outcome)
+            store.report(outcome)
 
     async def _repeat(self, store: PageStore) -> None:
         while True:
@@ -160,7 +160,7 @@ class LossReporter:
             with self._lock:
                 always = list(self._always.values())
             for outcome in always:
-                store.tell(outcome)
+                store.report(outcome)
 
     def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
         with suppress(Closed):  # at shutdown
@@ -168,7 +168,7 @@ class LossReporter:
 
 
 async def _send(store: PageStore, outcome: Outcome) -> None:
-    store.tell(outcome)
+    store.report(outcome)
 
 
 def _loss(namespace: NamespaceId, group: int, reason: LossReason, detail: Mapping[str, object]) -> Outcome:

@@ -75,7 +75,7 @@ class OutcomeReporter:
                 seen = list(zip(boundaries, answer.groups_present, strict=False))
                 stop = stop_of(self._layout, seen, resume_tokens=full.resume_tokens, cap_tokens=full.cap_tokens)
                 full = replace(full, stop=stop[0], groups=stop[1]) if stop is not None else full
-            store.tell(full)
+            store.report(full)
 
         with suppress(Closed):  # at shutdown
             self._bridge.submit(report)
