@@ -26,7 +26,7 @@ class Told(LoopBridge):
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: list[Outcome] = []
-        self.store.tell = self.outcomes.append  # type: ignore[method-assign]
+        self.store.report = self.outcomes.append  # type: ignore[method-assign]
 
 
 @pytest.fixture

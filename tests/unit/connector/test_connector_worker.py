@@ -312,7 +312,7 @@ def test_an_engine_that_stops_tells_all_that_it_loses(
     """Also what is more than is told one by one in a second."""
     monkeypatch.setattr("connector.worker.side._DRAIN_S", 0.2)
     source, told = rank(), []
-    bridge.store.tell = told.append  # type: ignore[method-assign]
+    bridge.store.report = told.append  # type: ignore[method-assign]
     bridge.store.held.add("save")
     source.side.save(source.jobs((64,) * 150))
     source.side.shutdown()
