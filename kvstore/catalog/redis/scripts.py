@@ -32,7 +32,6 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId, PrefixHash
 __all__ = [
     "ADD",
     "ALL",
-    "ALL_SLICES",
     "DAMAGED",
     "FINISH",
     "OBSERVE",
@@ -40,8 +39,6 @@ __all__ = [
     "REMOVE",
     "START",
     "STOP",
-    "TOMBSTONE",
-    "TOTALS",
     "USE",
     "Script",
     "add_item",
@@ -57,13 +54,13 @@ _PAYLOAD_AT = 112
 """Offset of the payload's size in a record's header. A striped record's value is its header alone, so its size is
 read from there."""
 
-TOMBSTONE = struct.Struct("<16s32sBBHHIHI")
-"""Bytes are two fields: the low 4, the high 2."""
+_TOMBSTONE = struct.Struct("<16s32sBBHHIHI")
+"""Bytes are two fields, as in the totals."""
 
-ALL_SLICES = 0xFFFF
+_ALL_SLICES = 0xFFFF
 
-TOTALS_FIELDS = 7
-TOTALS = struct.Struct("<" + "IH" * TOTALS_FIELDS)
+_TOTALS = struct.Struct("<" + "IH" * 7)
+"""Each number is two fields: the low 4 bytes, the high 2."""
 
 
 DAMAGED = "CATALOG damaged"
@@ -290,9 +287,9 @@ def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
     """
     parsed = {}
     for namespace, packed in hash_items(reply):
-        if len(packed) != TOTALS.size or len(namespace) != NAMESPACE_BYTES:
+        if len(packed) != _TOTALS.size or len(namespace) != NAMESPACE_BYTES:
             continue
-        fields = TOTALS.unpack(packed)
+        fields = _TOTALS.unpack(packed)
         parsed[NamespaceId(namespace)] = tuple(
             low | high << 32 for low, high in zip(fields[::2], fields[1::2], strict=True)
         )
@@ -322,8 +319,8 @@ def sum_totals(
 def parse_tombstone(packed: bytes) -> Tombstone | None:
     """Decode a tombstone as the scripts write it; `None`: it is damaged."""
     try:
-        namespace, prefix, level, reason, group, slice_, low, high, at_s = TOMBSTONE.unpack(packed)
-        whole = group == ALL_SLICES
+        namespace, prefix, level, reason, group, slice_, low, high, at_s = _TOMBSTONE.unpack(packed)
+        whole = group == _ALL_SLICES
         return Tombstone(
             NamespaceId(namespace),
             PrefixHash(prefix),
