@@ -53,7 +53,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
     store.check()
     if by_service:
         findings, name, seconds = _by_service(
-            admin_of(store, token_file, config, _JOB_ANSWER_S), tier, bytes_per_s, json_
+            admin_of(store, token_file, config, _JOB_ANSWER_S), tier, bytes_per_s, quiet=json_
         )
     else:
         location = _parsed_location(tier) if is_location else _location(store, tier)
