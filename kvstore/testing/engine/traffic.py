@@ -162,7 +162,7 @@ def take_census(llm: Any) -> dict[str, Any]:
     side = getattr(scheduler.connector, "scheduler_side", None)
     if side is not None:
         census["remembered_requests"] = len(side.requests)
-        census["saves_in_flight"] = len(side.saves)
+        census["saves_in_flight"] = len(side.save_jobs)
     return census
 
 
