@@ -140,7 +140,7 @@ class Values:
         if not isinstance(head, memoryview) or not len(head):
             await self._drop(name, b"", deadline)
             return False
-        if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
+        if (header := striped_header(head, key)) is not None:
             return await self._keep_stripes(name, head, stripe_names(header), deadline)
         return True
 
@@ -203,7 +203,7 @@ class Values:
         if seen is not None and (length != len(seen) or head != seen[:HEADER_BYTES]):
             return None
         digest = hashlib.sha1(seen, usedforsecurity=False).hexdigest() if seen is not None else ""
-        header = striped_header(memoryview(head), key) if length == HEADER_BYTES else None
+        header = striped_header(head, key) if length == HEADER_BYTES else None
         stripes = stripe_names(header) if header is not None else []
         target = f"quarantine:{name}"
         names = (name, target, *stripes)
@@ -283,8 +283,6 @@ def _check_string(reply: Reply, name: str) -> None:
 
 
 def _same_payload(stored: Reply, header: HeaderV1) -> bool:
-    if not isinstance(stored, memoryview) or len(stored) != HEADER_BYTES:
-        return False
     other = striped_header(stored, header.key)
     return other is not None and other.payload_checksum == header.payload_checksum
 
