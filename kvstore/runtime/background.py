@@ -26,8 +26,8 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 class Background:
     """A set of named tasks that end with their owner.
 
-    A task that raises is logged with its traceback and counted in `failures`, unless somebody awaits it; it never takes
-    its siblings down.
+    A task that raises is logged with its traceback and counted in `failures`, unless its caller awaits it. It never
+    ends other tasks.
     """
 
     def __init__(self, owner: str) -> None:
@@ -114,7 +114,7 @@ class Background:
 def on_loose_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A loop's exception handler: its default, but for host names that were not resolved in time.
 
-    Whoever connected has given up and reported it, once; the resolver's answer comes later and would be logged as an
+    The caller has already reported the failed connection. The resolver's answer comes later, and would be logged as an
     error for each attempt.
     """
     if not isinstance(context.get("exception"), socket.gaierror):
