@@ -116,7 +116,7 @@ class Connection(BufferedConnection):
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unavailable("the connection to Redis is lost", address=self.address)
-        if transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
+        if self.unsent_bytes > _UNSENT_BYTES_MAX:
             # bytes of callers that left stay here, and are not counted as bytes in flight
             raise Unavailable("Redis takes bytes too slowly: check its load and the network", address=self.address)
         return transport
