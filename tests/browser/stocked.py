@@ -15,7 +15,7 @@ from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.events import EventKind
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, soon
@@ -48,9 +48,9 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
         await client.flushdb()
     hot = f"redis://{redis.host}:{redis.port}"
     async with open_service(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
-        await made.port._watcher.aclose()
+        await made.port.watcher.aclose()
         clock = HourAgo()
-        watcher = Watcher(made.store, made.port._service.history, made.store.events, clock=clock)
+        watcher = Watcher(made.store, made.service.history, made.store.events, clock=clock)
         for prompt in (RED, BLUE, BRANCH):
             await made.save(prompt)
         for number in range(STEPS):
@@ -58,9 +58,8 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
             clock.ahead_ms += 60_000
             await watcher.step()
         await made.settle()
-        assert made.store._recorder is not None
         uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]
-        await made.store._recorder.catalog.use(RED.namespace, uses, deadline=soon())
+        await made.catalog.use(RED.namespace, uses, deadline=soon())
         tell_of_a_bad_night(made)
         await give_it_work(made)
         yield made
@@ -98,15 +97,15 @@ async def use(made: ServiceHarness, number: int) -> None:
             stop=asked.boundary(64) if reason == "nothing_stored" else None,
             tenant=prompt.tenant,
         )
-        made.store.tell(told)
+        made.store.report(told)
 
 
 def tell_of_a_bad_night(made: ServiceHarness) -> None:
     """What tests of their own make happen for real; here it is there to be looked at."""
-    tell, about = made.store.events.tell, RED.namespace.hex()
+    tell, about = made.store.events.add, RED.namespace.hex()
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})
     tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
     told = {"tier": "filesystem", "reason": "payload checksum"}
     tell(EventKind.QUARANTINED, "a record in filesystem was put aside, and not served", namespace=about, detail=told)
-    tell(EventKind.EVICTED, "12 boundaries left filesystem, as retention asks", detail={"evicted": 12})
+    tell(EventKind.EVICTED, "evicted 12 boundaries from filesystem", detail={"evicted": 12})
     tell(EventKind.SAVES_DROPPED, "7 records are not copied to filesystem", detail={"busy": 7})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.api import Ack, LeaseId, Retention, SaveOutcome
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey
@@ -110,7 +110,7 @@ def test_a_redis_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(self: Reconciler) -> int:
         return 0
 
-    monkeypatch.setattr(Reconciler, "look", look)
+    monkeypatch.setattr(Reconciler, "check", look)
     assert "still tells of it" in first_violation()
 
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import kvstore
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
-from kvstore.service.credentials import Credentials
-from kvstore.service.history import History
+from kvstore.service.authentication import Credentials
+from kvstore.service.history import History, Watcher
 from kvstore.service.server import Server
-from kvstore.service.watching import Watcher
 from kvstore.settings import Settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
@@ -120,7 +119,9 @@ async def _open(service: Administered) -> AdminPort | None:
         )
         return None
     _report_start(service)
-    return AdminPort(sock, service, service.settings.tls() if address.tls else None)
+    if address.tls and service.server.tls is None:
+        raise InternalError("the administration port needs the service's TLS certificate")
+    return AdminPort(sock, service, service.server.tls if address.tls else None)
 
 
 def _report_start(service: Administered) -> None:
@@ -132,7 +133,7 @@ def _report_start(service: Administered) -> None:
         "release": kvstore.__version__,
         "settings": ", ".join(sorted(settings.model_fields_set)),
     }
-    service.store.events.tell(EventKind.STARTED, "the service started", is_public=True, detail=detail)
+    service.store.events.add(EventKind.STARTED, "the service started", is_public=True, detail=detail)
 
 
 def _bind(address: TcpAddress) -> socket.socket:
@@ -159,6 +160,9 @@ class AdminPort:
         sock: Bound and listening; owned from now on.
         service: The service.
         tls: The certificate to present; `None`: plain HTTP. Not shared with the data port, which reloads its own.
+
+    Attributes:
+        watcher: Adds samples to the history, on the data loop.
     """
 
     def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None = None) -> None:
@@ -168,8 +172,8 @@ class AdminPort:
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
-        self._watcher.start()
+        self.watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
+        self.watcher.start()
         self._loop.add_reader(sock.fileno(), self._start)
         _log.info("administration address=%s", self.url)
 
@@ -207,7 +211,7 @@ class AdminPort:
     async def aclose(self) -> None:
         """Give running requests a moment to end, then stop. Idempotent."""
         self._stop.set()
-        await self._watcher.aclose()
+        await self.watcher.aclose()
         if self._thread is None:
             if self._sock.fileno() >= 0:
                 self._loop.remove_reader(self._sock.fileno())
