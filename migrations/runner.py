@@ -37,7 +37,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would process in one tier for one tenant, from listings alone.
+    """The records that a run would process in one tier for one tenant, from listings alone.
 
     Attributes:
         tier: Name of the tier.
@@ -98,7 +98,7 @@ class Runner:
         return await self._journal.state()
 
     async def plan(self) -> list[Plan]:
-        """What a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
+        """The records that a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
         plans = []
         state = await self._journal.state()
         for level, listed in (await self._store.listed()).items():

@@ -1,4 +1,4 @@
-"""The catalog interface: what each shared level stores, its sizes and use, and why records were removed."""
+"""The catalog interface: the boundaries at each shared level, their sizes and use, and why they were removed."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class Catalog(ABC):
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds. Each slot of the catalog is read at one point in time, the slots one by one."""
+        """Sums over every namespace. Each slot of the catalog is read at one point in time, the slots one by one."""
 
     @abstractmethod
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
@@ -335,7 +335,7 @@ class Catalog(ABC):
         """Drop all entries and totals, but not the namespaces, before a reindex. The catalog is then not complete."""
 
     async def aclose(self) -> None:
-        """Release what the catalog itself opened. Idempotent."""
+        """Close the files that the catalog opened. Idempotent."""
         self._closed = True
 
     def _shape(self, namespace: NamespaceId) -> EntryShape:
