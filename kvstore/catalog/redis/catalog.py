@@ -213,8 +213,8 @@ class RedisCatalog(Catalog):
         return sum(await self._run(calls, deadline))
 
     async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
-        """Correct the hot bits and bytes of boundaries to the records of their server, which may have evicted some. Returns
-        how many records were lost. The hot records must be in this same Redis.
+        """Correct the hot bits and bytes of boundaries to the records that are stored. The hot records must be in this
+        same Redis. Returns how many records were lost: Redis evicted them, or was restarted.
         """
         shape = self._shape(namespace)
         calls = []
