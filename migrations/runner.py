@@ -40,12 +40,9 @@ class Plan:
     """The records that a run would process in one tier for one tenant, from listings alone.
 
     Attributes:
-        tier: Name of the tier.
-        tenant: The tenant.
-        namespaces: Number of its namespaces.
+        namespaces: Number of the tenant's namespaces.
         num_records: Records in them; each is read, and rewritten where it is not current.
-        num_bytes: Their bytes.
-        num_copied: Those of them that an interrupted run has copied.
+        num_copied: Records that an interrupted run has copied.
     """
 
     tier: str

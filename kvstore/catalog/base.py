@@ -202,13 +202,10 @@ class Catalog(ABC):
 
     Every method raises `Unavailable` at its deadline or when the catalog cannot be reached, `Closed` after `aclose`,
     `InvalidRequest` for a namespace that was not registered. If cancelled, a change is made or not, never in part.
-
-    Args:
-        clock: For first and last use.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self._clock = clock  # for first and last use
         self._shapes: dict[NamespaceId, EntryShape] = {}
         self._tenants: dict[NamespaceId, str] = {}
         self._closed = False
@@ -257,10 +254,10 @@ class Catalog(ABC):
         entry that is added or removed before the last step may be read or not. An entry may be read twice.
 
         Args:
-            namespace: Whose entries.
+            namespace: Its namespace.
             cursor: From the last step; empty: from the start.
             count: How many keys are read; none of them may be an entry.
-            deadline: When to give up.
+            deadline: For the whole step.
 
         Raises:
             InvalidRequest: Not a cursor of this catalog, or one that is no longer valid.
@@ -292,16 +289,11 @@ class Catalog(ABC):
     async def start_leaving(
         self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        """Hide all records of boundaries at a level before they are deleted. Returns the entries, which name them.
+        """Hide all records of boundaries, longest prefixes first, at a level before they are deleted.
 
-        Args:
-            leaving: Longest prefixes first.
-            level: Where the records are deleted.
-            deadline: When to give up.
-
-        Returns:
-            Per boundary its entry. `None`: it has nothing there, is pinned, was used, or stays for a longer one that
-            does. A boundary that is already leaving is returned again, since the service that started may have died.
+        Returns per boundary its entry, which names the records. `None`: it has no record there, is pinned, was used, or
+        stays for a longer one that does. A boundary that is already leaving is returned again, since the service that
+        started may have died.
         """
 
     @abstractmethod

@@ -86,14 +86,10 @@ JOBS = TextStoreKind("jobs", 256, "dismiss those that were interrupted")
 
 
 class TextStore(ABC):
-    """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached.
-
-    Attributes:
-        kind: The contents.
-        is_shared: Other services write to it too, so its texts must be read again.
-    """
+    """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached."""
 
     is_shared: bool
+    """Whether other services write to it too, so that its texts must be read again."""
 
     def __init__(self, kind: TextStoreKind) -> None:
         self.kind = kind
@@ -125,12 +121,8 @@ class TextStore(ABC):
 
 
 class FileTextStore(TextStore):
-    """A JSON file beside the records of a directory, which only one service writes. The file survives a loss of the
-    catalog.
-
-    Args:
-        folder: The directory; it exists.
-        kind: The contents.
+    """A JSON file beside the records, in a directory that exists and that only one service writes. The file survives a
+    loss of the catalog.
     """
 
     is_shared = False

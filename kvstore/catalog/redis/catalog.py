@@ -72,7 +72,7 @@ class RedisCatalog(Catalog):
     Args:
         client: Replies in `bytes`; the caller closes it.
         clock: For first and last use.
-        gate: Called before each call; `None`: calls are always allowed.
+        gate: As for `RedisNodes`.
     """
 
     def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK, gate: Gate | None = None) -> None:
