@@ -1,4 +1,4 @@
-"""The catalog interface: what each shared level stores, its sizes and use, and why records were removed."""
+"""The catalog interface: the boundaries at each shared level, their sizes and use, and why they were removed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -109,74 +109,6 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryEntry:
-    """The catalog's entry of one boundary.
-
-    Attributes:
-        tokens: Its position in tokens; 0: not known, as after a reindex until it is read.
-        parent: The page boundary before it; `None`: not known, or there is none (`tokens` is at most one page).
-        first_use_s: When its first record was stored, in seconds since the Unix epoch.
-        last_use_s: When it was last stored or read.
-        hits: How often it was read.
-        pinned_until_s: When its pin ends; 0: not pinned.
-        slices: Per level and group: a bit for each slice that is stored.
-        group_bytes: Per level and group: the bytes of those slices.
-        leaving: Levels whose records are being deleted: lookups see nothing there.
-    """
-
-    namespace: NamespaceId
-    prefix: PrefixHash
-    tokens: int
-    parent: PrefixHash | None
-    first_use_s: int
-    last_use_s: int
-    hits: int
-    pinned_until_s: int
-    slices: tuple[tuple[int, ...], ...]
-    group_bytes: tuple[tuple[int, ...], ...]
-    leaving: frozenset[Level] = frozenset()
-
-    def num_bytes(self, level: Level) -> int:
-        """Bytes of the boundary's records at a level."""
-        return sum(self.group_bytes[level])
-
-    def num_records(self, level: Level) -> int:
-        """Records of the boundary at a level."""
-        return sum(bits.bit_count() for bits in self.slices[level])
-
-    def keys(self, level: Level) -> list[RecordKey]:
-        """The records at a level."""
-        return [
-            RecordKey(self.namespace, self.prefix, group, slice_)
-            for group, bits in enumerate(self.slices[level])
-            for slice_ in range(bits.bit_length())
-            if bits >> slice_ & 1
-        ]
-
-
-def entry_of(shape: EntryShape, namespace: NamespaceId, prefix: PrefixHash, data: bytes) -> BoundaryEntry:
-    """An entry's bytes as a value.
-
-    Raises:
-        CorruptRecord: They are no entry of this shape.
-    """
-    head = shape.head(data)
-    return BoundaryEntry(
-        namespace=namespace,
-        prefix=prefix,
-        tokens=head.tokens,
-        parent=head.parent,
-        first_use_s=head.first_use_s,
-        last_use_s=head.last_use_s,
-        hits=head.hits,
-        pinned_until_s=head.pinned_until_s,
-        slices=(shape.slices(data, Level.HOT), shape.slices(data, Level.COLD)),
-        group_bytes=(shape.group_bytes(data, Level.HOT), shape.group_bytes(data, Level.COLD)),
-        leaving=head.leaving,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Tombstone:
     """A removal from a level: of one record, or of a whole boundary.
 
@@ -270,13 +202,10 @@ class Catalog(ABC):
 
     Every method raises `Unavailable` at its deadline or when the catalog cannot be reached, `Closed` after `aclose`,
     `InvalidRequest` for a namespace that was not registered. If cancelled, a change is made or not, never in part.
-
-    Args:
-        clock: For first and last use.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self._clock = clock  # for first and last use
         self._shapes: dict[NamespaceId, EntryShape] = {}
         self._tenants: dict[NamespaceId, str] = {}
         self._closed = False
@@ -325,10 +254,10 @@ class Catalog(ABC):
         entry that is added or removed before the last step may be read or not. An entry may be read twice.
 
         Args:
-            namespace: Whose entries.
+            namespace: Its namespace.
             cursor: From the last step; empty: from the start.
             count: How many keys are read; none of them may be an entry.
-            deadline: When to give up.
+            deadline: For the whole step.
 
         Raises:
             InvalidRequest: Not a cursor of this catalog, or one that is no longer valid.
@@ -340,7 +269,7 @@ class Catalog(ABC):
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds. Each slot of the catalog is read at one point in time, the slots one by one."""
+        """Sums over every namespace. Each slot of the catalog is read at one point in time, the slots one by one."""
 
     @abstractmethod
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
@@ -360,16 +289,11 @@ class Catalog(ABC):
     async def start_leaving(
         self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        """Hide all records of boundaries at a level before they are deleted. Returns the entries, which name them.
+        """Hide all records of boundaries, longest prefixes first, at a level before they are deleted.
 
-        Args:
-            leaving: Longest prefixes first.
-            level: Where the records are deleted.
-            deadline: When to give up.
-
-        Returns:
-            Per boundary its entry. `None`: it has nothing there, is pinned, was used, or stays for a longer one that
-            does. A boundary that is already leaving is returned again, since the service that started may have died.
+        Returns per boundary its entry, which names the records. `None`: it has no record there, is pinned, was used, or
+        stays for a longer one that does. A boundary that is already leaving is returned again, since the service that
+        started may have died.
         """
 
     @abstractmethod
@@ -403,7 +327,7 @@ class Catalog(ABC):
         """Drop all entries and totals, but not the namespaces, before a reindex. The catalog is then not complete."""
 
     async def aclose(self) -> None:
-        """Release what the catalog itself opened. Idempotent."""
+        """Close the files that the catalog opened. Idempotent."""
         self._closed = True
 
     def _shape(self, namespace: NamespaceId) -> EntryShape:

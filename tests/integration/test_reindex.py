@@ -168,10 +168,10 @@ KILLED = """
 import os, signal, sys
 import kvstore.store.reindexing as reindexing
 from kvstore.cli.main import main
-from kvstore.cli.reindex import _Remembered
+from kvstore.cli.reindex import SavedProgress
 
 reindexing._BATCH = 50
-save, calls = _Remembered.save, []
+save, calls = SavedProgress.save, []
 
 def save_and_die(self, level, num_records):
     save(self, level, num_records)
@@ -179,7 +179,7 @@ def save_and_die(self, level, num_records):
     if [one.name for one in calls[-2:]] == 2 * [os.environ["DIE_IN"]]:
         os.kill(os.getpid(), signal.SIGKILL)
 
-_Remembered.save = save_and_die
+SavedProgress.save = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
 """The command, which is killed when the catalog knows of 100 records of the level that `DIE_IN` names."""
@@ -308,7 +308,7 @@ async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path, monke
                 raise AssertionError("nothing is gone that nobody has looked at")
 
             third = Reconciler(other, Meters())
-            monkeypatch.setattr(third, "walk", walk)
+            monkeypatch.setattr(third, "compare", walk)
             assert await third.check() == 0
         told = (await _totals(settings, prompt.namespace)).levels[Level.HOT]
         assert (told.num_records, told.num_bytes) == await _scanned(settings, Level.HOT)
