@@ -14,6 +14,7 @@ __all__ = ["SaveRoom", "largest_job_bytes", "page_bytes", "save_room"]
 _MIB = 1 << 20
 _LEAST_BYTES = 512 * _MIB
 _MACHINE_SHARE = 8
+_AUDIT_SHARE = 4
 _GPU_DEFAULT_BYTES = 1024 * _MIB
 """A GPU's ring takes half of `pinned_bytes` from memory that vLLM did not plan for: by default no more than 512 MiB."""
 
@@ -26,11 +27,13 @@ class SaveRoom:
         pinned_bytes: All of it. Saves use half; the rest is for gaps between pages of different sizes.
         reason: Where that number comes from, in words.
         needed_bytes: The smallest `pinned_bytes` with which there is room for every page and state.
+        audit_bytes: Beside it, for pages that audits compare. 0: this engine audits nothing.
     """
 
     pinned_bytes: int
     reason: str
     needed_bytes: int
+    audit_bytes: int = 0
 
     @property
     def fits_all(self) -> bool:
@@ -54,7 +57,8 @@ def save_room(settings: ConnectorSettings, facts: EngineFacts, shape: CacheShape
     pinned, reason = settings.pinned_bytes, "as it is set"
     if pinned is None:
         pinned, reason = _default(facts, shape)
-    return SaveRoom(pinned, reason, 2 * largest_job_bytes(shape))
+    audits = settings.audit_rate > 0 or facts.untested_release is not None
+    return SaveRoom(pinned, reason, 2 * largest_job_bytes(shape), pinned // _AUDIT_SHARE if audits else 0)
 
 
 def page_bytes(shape: CacheShape, group: GroupShape) -> int:

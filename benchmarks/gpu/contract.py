@@ -13,13 +13,12 @@ import torch
 
 from benchmarks.gpu.kit import Kit
 from benchmarks.gpu.layouts import HYBRID, RECORDED, Recorded
-from connector.canonical.attention import AttentionPages
-from connector.canonical.latent import latent_pages
+from connector.canonical.attention import AttentionPages, latent_pages
 from connector.canonical.recurrent import StatePages
 from connector.canonical.runs import LayerGeometry, PagePlan
 from connector.canonical.slices import HeadGrid
 from connector.device.base import PageGather
-from connector.device.copy import StreamDevice
+from connector.device.gpu import StreamDevice
 
 __all__ = ["Group", "run"]
 

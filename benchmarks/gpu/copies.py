@@ -12,8 +12,8 @@ from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import LayerGeometry
 from connector.canonical.slices import HeadGrid
 from connector.device.base import BlockCopier, Device, Fence, PageGather
-from connector.device.copy import StreamDevice
 from connector.device.cpu import CpuDevice
+from connector.device.gpu import StreamDevice
 
 __all__ = ["Pages", "run"]
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.kit import Kit
 from connector.canonical.runs import BlockRun
 from connector.device.base import Fence, PageGather, Ticket
-from connector.device.copy import StreamCopier, StreamDevice
+from connector.device.gpu import StreamCopier, StreamDevice
 from connector.device.streams import Event, Stream, Streams
 
 __all__ = ["BLOCK_BYTES", "NUM_BLOCKS", "NUM_LAYERS", "PAGE_BLOCKS", "Engine", "SleepyStreams", "WrongBytes", "run"]

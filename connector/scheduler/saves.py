@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import BlockIds, RankReport, SaveJob
 from connector.losses import Losses, Lost

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from connector.adapters import Adapters
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
-from connector.jobs import AuditJobs, LoadJob, RankReport, StepJobs
+from connector.jobs import LoadJob, RankReport, StepJobs
 from connector.losses import Losses, Lost
 from connector.prefix_hash import PrefixChain
 from connector.room import page_bytes, save_room
@@ -106,10 +106,8 @@ class SchedulerSide:
         self._tell_room()
         # a state is offered in the step that makes it, and a window's blocks are given back after a few
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
-        self._audits: Audits | None = None
-        if settings.audit_rate > 0 or facts.untested_release is not None:
-            self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
-            self._lookups.audits = self._audits
+        self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
+        self._lookups.audits = self._audits
         self._loads: list[LoadJob] = []
         self._orphans: dict[str, RequestState] = {}  # ended while the ranks still load for them
         self._patient = True
@@ -258,11 +256,10 @@ class SchedulerSide:
             _log.exception("kvstore: a load could not be planned and is recomputed")
             pieces = None
         assert staged.lease is not None
-        audited = self._audits is not None and self._audits.on_load(state.request_id, staged, resume_tokens)
         for index, group in enumerate(self._shape.groups):
             if group.is_state:
                 state.note_stored(resume_tokens, index)
-        return LoadJob(state.request_id, staged.lease, pieces, audited, state.trace)
+        return LoadJob(state.request_id, staged.lease, pieces, self._audits.is_read_back(staged), state.trace)
 
     def on_loads_finished(self, finished: set[str], failed: set[str]) -> None:
         """Take the ranks' reports of loads; a failed one is never tried again."""
@@ -274,8 +271,6 @@ class SchedulerSide:
                 continue
             # vLLM discards what was loaded for a request that has ended
             is_lost = request_id in failed or orphan is not None
-            if self._audits is not None and (is_lost or state.load_failed):  # of older weights, if that
-                self._audits.on_load_lost(request_id)
             self._lookups.loaded(state, failed=is_lost)
             if request_id in failed:
                 state.closed = state.load_failed = True
@@ -290,8 +285,7 @@ class SchedulerSide:
             tables: Its blocks, for each of vLLM's groups.
         """
         state = self.ledger.close(request_id)
-        if self._audits is not None:
-            self._audits.on_finished(request_id)
+        self._audits.on_finished(request_id)
         if state is None:
             return
         try:
@@ -327,24 +321,14 @@ class SchedulerSide:
                 self.meters.add("connector_saves", outcome="not_hashed")  # a state, for good
         saves = self.saves.plan_step(requests)
         try:
-            audit = self._plan_audit(step)
+            audits = self._audits.plan_step(step)
         except BaseException:
+            self._audits.stop()
             self.saves.withdraw(saves)
             raise
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
-        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audit=audit)
-
-    def _plan_audit(self, step: StepFacts) -> AuditJobs:
-        if self._audits is None:
-            return AuditJobs()
-        try:
-            return self._audits.plan_step(
-                step.computed_tokens, step.final_tokens, step.tables, step.offers, step.preempted
-            )
-        except BaseException:
-            self._audits = self._lookups.audits = None  # rather than no loads any more; its leases end by themselves
-            raise
+        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audits=audits)
 
     def _can_save(self, state: RequestState) -> bool:
         """Whether pages of this request can be saved once its prompt is hashed, which has begun then."""
@@ -378,15 +362,14 @@ class SchedulerSide:
         Not only while blocks are held for saves: without a step vLLM's worker processes spin in Python for a second,
         and keep the interpreter and the core from the threads that save. In an empty step they wait for these instead.
         """
-        return len(self.saves) > 0 or (self._audits is not None and self._audits.has_open)
+        return len(self.saves) > 0 or self._audits.has_open_jobs
 
     def on_rank_report(self, report: RankReport) -> None:
         """Take the ranks' reports of saves and audits."""
         self.saves.on_rank_report(report)
-        if self._audits is not None:
-            self._audits.on_rank_report(report)
-            if self._audits.refusal is not None:
-                self.opening.refuse(self._audits.refusal)
+        self._audits.on_rank_report(report)
+        if self._audits.refusal is not None:
+            self.opening.refuse(self._audits.refusal)
 
     def reset_cache(self, *, is_empty: bool) -> None:
         """Note that the engine dropped its own cache; if weights may change, that ends loads and saves for now.
@@ -401,8 +384,7 @@ class SchedulerSide:
         for state in self.ledger:  # what they have computed, or still will, may mix two sets of weights
             self._lookups.drop_fetch(state)
             state.closed = state.load_failed = state.save_stopped = True
-            if self._audits is not None:  # what is computed now cannot equal what is stored
-                self._audits.on_finished(state.request_id)
+            self._audits.on_finished(state.request_id)  # what is computed now cannot equal what is stored
         self._loads = [replace(job, pieces=None) for job in self._loads]
         self.opening.reset(is_empty=is_empty)
 

@@ -17,13 +17,13 @@ from operator import attrgetter
 import torch
 
 from connector.device.base import PageGather, Ticket
-from connector.device.host_pages import PageShare
+from connector.device.host_memory import PageShare
 from connector.jobs import RankReport, SaveJob
 from connector.losses import Losses, Lost
 from connector.scheduler.bridge import Bridge
 from connector.worker.groups import RankGroup
-from connector.worker.spare_time import SpareTime
-from connector.worker.staging import RecordMemory, view
+from connector.worker.low_priority import LowPriorityPool
+from connector.worker.memory import RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
 from kvstore.codec import encode, max_payload_bytes
@@ -61,7 +61,6 @@ class Saver:
         pages: Host memory for pages in flight.
         memory: Where records are made.
         meters: Counters.
-        losses: Told what could not be saved.
     """
 
     def __init__(
@@ -70,12 +69,11 @@ class Saver:
         groups: Sequence[RankGroup],
         *,
         page_tokens: int,
-        threads: SpareTime,
+        threads: LowPriorityPool,
         patience_s: float,
         pages: PageShare,
         memory: RecordMemory,
         meters: Meters,
-        losses: Losses,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)
@@ -85,7 +83,7 @@ class Saver:
         self._pages = pages
         self._memory = memory
         self._meters = meters
-        self._losses = losses
+        self._losses = Losses(bridge, meters)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._open: dict[int, _Open] = {}  # by job id

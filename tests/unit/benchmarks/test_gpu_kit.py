@@ -17,7 +17,7 @@ from benchmarks.gpu import contract
 from benchmarks.gpu.__main__ import STAGES
 from benchmarks.gpu.kit import Kit
 from benchmarks.gpu.layouts import RECORDED
-from connector.device import copy
+from connector.device import gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 HAS_GPU = torch.cuda.is_available()
@@ -136,5 +136,5 @@ def test_wrong_copies_are_found(monkeypatch: pytest.MonkeyPatch, broken: str) ->
     """A kernel that does nothing shows in the check of a layout."""
     layouts = [RECORDED[1]]
     assert contract.check(Kit("contract"), layouts, seed=1)
-    monkeypatch.setattr(copy, broken, lambda *_: None)
+    monkeypatch.setattr(gpu, broken, lambda *_: None)
     assert not contract.check(Kit("contract"), layouts, seed=2)

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
 from connector.connector import KVStoreConnector
 from connector.device.base import Device
-from connector.device.copy import StreamDevice
+from connector.device.gpu import StreamDevice
 from connector.device.streams import InlineStreams, Streams
 from connector.jobs import StepJobs
 from kvstore.codec import PLANES2, PLANES4

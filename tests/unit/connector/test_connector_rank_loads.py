@@ -218,7 +218,7 @@ def test_a_long_load_does_not_stand_before_a_short_one(
     target.side.start_loads(StepJobs(loads=(short,)))
     loader = target.side.loader
     assert loader is not None
-    eventually(lambda: len(loader._room._waiters or ()) >= 12)
+    eventually(lambda: len(loader._in_flight._waiters or ()) >= 12)
     bridge.store.held.remove("load")
     finished: set[str] = set()
     eventually(lambda: finished.update(target.side.take_results()[0]) or finished == {"long", "short"})
