@@ -20,7 +20,7 @@ _NICENESS = 19
 class LowPriorityPool:
     """Runs a job at the lowest priority, and a second time at normal priority if that takes too long.
 
-    An engine that computes on all processors loses more to a thread beside it than the time that this thread takes: its
+    An engine that computes on all processors loses more to a thread beside it than the time that this thread takes. Its
     compute threads wait for each other at the end of every kernel, so that one descheduled thread delays the rest. At
     the lowest priority a thread runs between kernels and between steps. If it is descheduled while it holds the
     interpreter's lock, the thread that waits for the lock leaves it a processor.

@@ -1,4 +1,4 @@
-"""Saving: blocks to buffers during the step, then buffers to records to the store in the background."""
+"""Saving: during the step blocks are copied to buffers; in the background buffers become records and are sent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 _SAVE_DEADLINE_S = 10.0
 _LOST = {"busy": Lost.BUSY, "stopped": Lost.STOPPED, "no_buffer": Lost.NO_ROOM, "no_room": Lost.NO_ROOM}
-"""Why a record is lost, by the outcome of its save; all others: the store did not take it."""
+"""Why a record is lost, by the outcome of its save. After any other outcome the store did not take it."""
 
 _group_of = attrgetter("group")
 
@@ -49,8 +49,8 @@ _group_of = attrgetter("group")
 class Saver:
     """Saves one rank's slices.
 
-    The engine's thread only copies blocks to host buffers; encoding, sealing and sending run elsewhere. A page that
-    cannot be saved is counted and dropped: it will be a miss later.
+    The engine's thread only orders copies of blocks to host buffers. Encoding, sealing and sending run on other threads.
+    A page that cannot be saved is counted and dropped: it is a miss later.
 
     Args:
         bridge: To the store.
@@ -88,7 +88,7 @@ class Saver:
         self._idle = threading.Condition(self._lock)
         self._open: dict[int, _Open] = {}  # by job id
         self._report = RankReport()
-        # pages arrive in the order in which they were gathered: one thread waits for the next, no codec thread
+        # pages arrive in the order in which they were gathered: one thread waits for the next, and no codec thread does
         self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="arrivals")
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
@@ -119,7 +119,7 @@ class Saver:
         return self._groups[job.group].written(job.prefix)
 
     def _save_batch(self, group: RankGroup, batch: Sequence[tuple[SaveJob, int]]) -> None:
-        """Gather slices of one group together and send each one off; whatever happens, each is reported once."""
+        """Gather slices of one group together and send each one off. Each is reported once, also after an error."""
         left, held = deque(batch), deque[tuple[SaveJob, int, torch.Tensor]]()
         try:
             while left:
@@ -177,7 +177,7 @@ class Saver:
             outcome = await self._encode_and_save(store, gathered)
         except KVStoreError as error:
             _log.debug("kvstore: a page was not saved: %s", error)
-        except Exception:  # noqa: BLE001 - a background task's top: nobody looks at its future
+        except Exception:  # noqa: BLE001 - a background task's top: no caller awaits its future
             _log.exception("kvstore: a page was not saved")
         finally:
             self._done(job_id, outcome)
@@ -189,7 +189,7 @@ class Saver:
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
         except BaseException:
-            # even if it has not arrived: whatever is copied there next is ordered after this copy
+            # also before its copy has ended: the next copy to this memory is ordered after it
             self._pages.put(gathered.page)
             raise
         try:
@@ -226,10 +226,10 @@ class Saver:
                 self._idle.notify_all()
         self._meters.add("connector_saves", outcome=outcome)
         if is_last:
-            self._tell_losses(open_job)
+            self._report_losses(open_job)
 
-    def _tell_losses(self, ended: _Open) -> None:
-        """Tell what a job lost: one report for each outcome, with the number of its records."""
+    def _report_losses(self, ended: _Open) -> None:
+        """Report a job's lost records to the store: one loss for each outcome, with the number of records."""
         job = ended.job
         for outcome, num_records in ended.lost.items():
             self._losses.tell(
@@ -256,7 +256,7 @@ class Saver:
             return self._idle.wait_for(lambda: not self._open, timeout_s)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is open as fast as possible, and count, log and tell what could not be sent in time. Idempotent."""
+        """Send open pages as fast as possible; count, log and report those that were not sent in time. Idempotent."""
 
         async def hurry(store: PageStore) -> None:
             self._threads.hurry()
@@ -270,7 +270,7 @@ class Saver:
         for open_job in lost:
             self._meters.add("connector_saves", open_job.slices, outcome="stopped")
             open_job.lost["stopped"] += open_job.slices
-            self._tell_losses(open_job)
+            self._report_losses(open_job)
         self._losses.close()
         if lost:
             requests = {open_job.job.request_id for open_job in lost}
@@ -288,9 +288,8 @@ class _Open:
     """A job of which slices are open.
 
     Attributes:
-        job: What was ordered.
-        slices: How many are open.
-        lost: How many were not saved, by outcome; told when none is open.
+        slices: Number of open slices.
+        lost: By outcome, number of slices that were not saved; reported when none is open.
     """
 
     job: SaveJob
@@ -303,11 +302,7 @@ class _Gathered:
     """A page on its way to the store.
 
     Attributes:
-        header: The header to seal it with.
-        page: Its bytes, once they have arrived.
-        plane_width: Their form: see `BlockCopier`.
-        ticket: Done when they have arrived.
-        retention: How long it is likely to be useful.
+        page: Its bytes, once `ticket` is done, in the form of `BlockCopier.plane_width`.
         trace: Passed to the store; empty: none.
     """
 
