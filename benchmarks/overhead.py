@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.node import WORK, Node, temporary_folder
-from benchmarks.shell import run_benchmark
+from benchmarks.program import run_benchmark
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
 from kvstore.testing.servers import redis_server

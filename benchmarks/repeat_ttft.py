@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.node import WORK, Node, temporary_folder, timed
 from benchmarks.pages import bf16_page
-from benchmarks.shell import run_benchmark
+from benchmarks.program import run_benchmark
 from kvstore.codec import PLANES2, decode_into, encode, max_payload_bytes
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine

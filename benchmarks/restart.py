@@ -16,8 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.arguments import count
-from benchmarks.shell import run_benchmark
+from benchmarks.program import count, run_benchmark
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record

@@ -16,11 +16,9 @@ from unittest.mock import patch
 
 from redis import Redis
 
-from benchmarks.arguments import count, names_of
 from benchmarks.node import cpu_s_with_children, temporary_folder
+from benchmarks.program import Column, count, names_of, run_rows
 from benchmarks.raw_places import RawDirectory, RawPlace, RawS3, raw_seconds
-from benchmarks.report import Column
-from benchmarks.shell import run_rows
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store

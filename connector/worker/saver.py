@@ -49,8 +49,8 @@ _group_of = attrgetter("group")
 class Saver:
     """Saves one rank's slices.
 
-    The engine's thread only orders copies of blocks to host buffers. Encoding, sealing and sending run on other threads.
-    A page that cannot be saved is counted and dropped: it is a miss later.
+    The engine's thread only orders copies of blocks to host buffers. Other threads encode, seal and send. A page that
+    cannot be saved is counted and dropped: it is a miss later.
 
     Args:
         bridge: To the store.

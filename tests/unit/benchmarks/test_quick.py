@@ -68,10 +68,10 @@ def test_a_section_that_fails_does_not_hide_the_others(
 ) -> None:
     """Where one server cannot be had the other sections are still measured, and the exit status tells."""
 
-    def fails(plan: object, listener: object) -> list[object]:
+    def fails(plan: object, say: object) -> list[object]:
         raise OSError("no room for a server")
 
-    monkeypatch.setitem(SECTIONS, "s3", (fails, lambda plan: 1))
+    monkeypatch.setitem(SECTIONS, "s3", fails)
     assert main(["--only", "s3,codec", "--json", *TINY]) == 1
     captured = capsys.readouterr()
     assert "s3: no room for a server" in captured.err

@@ -47,7 +47,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
 def test_a_section_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where a server cannot be had the exit status tells, and the line is there all the same."""
 
-    def fails(plan: object, listener: object) -> list[object]:
+    def fails(plan: object, say: object) -> list[object]:
         raise OSError("no room for a server")
 
     monkeypatch.setitem(SECTIONS, "s3", fails)

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from benchmarks import overhead, repeat_ttft
 from benchmarks.overhead import BASELINE, VARIANTS
+from benchmarks.program import run_benchmark
 from benchmarks.repeat_ttft import MODELS
-from benchmarks.shell import run_benchmark
 from kvstore.testing.engine import EngineFailed
 
 
