@@ -70,7 +70,7 @@ class Figures:
     Attributes:
         prefill_tokens_s: Prompt tokens over the time to the first generated one.
         decode_s: Seconds for each further token.
-        settle_s: Seconds that saves went on after the answer was complete.
+        settle_s: Seconds from the complete answer to the last save.
     """
 
     prefill_tokens_s: list[float] = field(default_factory=list)

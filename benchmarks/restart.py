@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="kvstore-restart-") as folder:
         root = Path(folder) / "records"
-        return run_benchmark(measure, report, quiet=chosen.json)  # what was seen is told before a million files go
+        return run_benchmark(measure, report, quiet=chosen.json)  # the report comes before a million files are removed
 
 
 def _fill(root: Path, num_records: int) -> None:

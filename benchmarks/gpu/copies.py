@@ -115,7 +115,7 @@ class Pages:
         return taken_s / self._num_heads * 1e6
 
     def scatter(self, num_lanes: int, after: Fence | None = None) -> None:
-        """All pages to other blocks, from so many threads, behind a fence, by default all that was ordered."""
+        """Scatter all pages to other blocks from several threads, behind a fence (default: all work ordered so far)."""
         after = after or self.device.fence()
         works = list(zip(self.pages, [blocks for blocks in self.targets for _ in range(self._num_heads)], strict=True))
 

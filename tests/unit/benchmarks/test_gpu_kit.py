@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.gpu import contract
 from benchmarks.gpu.__main__ import STAGES
+from benchmarks.gpu.contract import RECORDED
 from benchmarks.gpu.kit import Kit
-from benchmarks.gpu.layouts import RECORDED
 from connector.device import gpu
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from benchmarks.gpu.layouts import NUM_BLOCKS, NUM_LAYERS, RECORDED, Recorded
+from benchmarks.gpu.contract import NUM_BLOCKS, NUM_LAYERS, RECORDED, Recorded
 
 HEADS, HEAD_SIZE = 4, 64
 
