@@ -4,9 +4,9 @@ The reference is torch's own indexing of the views, on the processor, by layer, 
 runs, rows or planes.
 
 `RECORDED` has the layouts of vLLM 0.32, since the kit runs where vLLM is not installed. A test compares them with
-vLLM's own views. They are every layout that one of its backends may use, for three layers of ten blocks: heads outside tokens
-and inside, blocks outside layers, blocks of several kernel blocks, elements of one byte, latent vectors. In a hybrid,
-attention and states are two views of one int8 allocation.
+vLLM's own views. They are every layout that one of its backends may use, for three layers of ten blocks: heads outside
+tokens and inside, blocks outside layers, blocks of several kernel blocks, elements of one byte, latent vectors. In a
+hybrid, attention and states are two views of one int8 allocation.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ HOMES = {
     "torch": (
         *("connector/connector.py", "connector/vllm_facts.py", "connector/worker/", "connector/device/"),
         *("connector/vllm_requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
-        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/nursery.py"),
+        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),
     "numba": (),
     "llvmlite": (),

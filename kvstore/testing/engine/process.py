@@ -1,4 +1,4 @@
-"""Our side of an engine's process: start it, ask it, end it, whatever happens."""
+"""The test's side of an engine's process: start it, send requests, and end it in any case."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from kvstore.testing.engine.environment import engine_environment
-from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest
-from kvstore.testing.engine.warm import WarmChild, start_warm
+from kvstore.testing.engine.forked import ForkedEngine, start_warm
+from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest, engine_environment
 
 __all__ = ["EngineFailed", "EngineProcess", "start_engine"]
 
@@ -42,7 +41,7 @@ class EngineProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
-        self._child: subprocess.Popen[bytes] | WarmChild
+        self._child: subprocess.Popen[bytes] | ForkedEngine
         try:
             with log.open("ab") as output:
                 # A session of its own: Ctrl-C reaches us, and we end it with all that it started.

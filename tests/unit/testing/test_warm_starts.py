@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.engine import EngineProcess, EngineSpec
+from kvstore.testing.engine.forked import warm_starts
 from kvstore.testing.engine.process import EngineFailed
-from kvstore.testing.engine.warm import warm_starts
 
 
 def test_an_import_that_fails_is_told_by_every_start(tmp_path: Path) -> None:
