@@ -10,13 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Ceiling", "Plan", "Row", "Say", "Work", "measure", "measure_in_turn", "windowed"]
+__all__ = ["Ceiling", "Plan", "Row", "Work", "measure", "measure_in_turn", "windowed"]
 
 GB = 1e9
-
-
-Say = Callable[[str], None]
-"""Prints a line of progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,20 @@
-"""What benchmarks share as programs: flags, progress, interrupts, failures, a table, and a last line for programs."""
+"""What benchmarks share as programs: flags, tables, sections, the last line."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Plan, Row, Say
+from benchmarks.measure import Plan, Row
 from kvstore.errors import KVStoreError
 from kvstore.runtime.sizes import parse_bytes
-from kvstore.testing.engine import EngineFailed
+from kvstore.testing.program import Say, run_program
 from kvstore.testing.servers import CannotInstall
 from kvstore.testing.servers.process import ServerFailed
 
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Section", "count", "counts", "names_of", "run_benchmark", "run_rows", "run_sections", "sizes"]
 
 SIZE_BYTES_MIN = 1024
-_INTERRUPTED = 130
-_LOG_COLUMNS = 150
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -40,49 +35,10 @@ Section = Callable[[Plan, Say], list[Row]]
 
 
 def run_benchmark(
-    measure: Callable[[Say], Result],
-    report: Callable[[Result, Console | None], tuple[str, list[str]]],
-    *,
-    quiet: bool,
+    measure: Callable[[Say], Result], report: Callable[[Result, Console | None], tuple[str, list[str]]], *, quiet: bool
 ) -> int:
-    """Measure, then show a table and print the line; returns the exit status: 0, 1 after a failure, 130 interrupted.
-
-    Args:
-        measure: Receives a function that prints a line of progress.
-        report: Shows a table on the console, if there is one; returns the last line and the failures.
-        quiet: Print the line alone.
-    """
-    errors, out = Console(stderr=True), Console()
-    for console in (errors, out):
-        if not console.is_terminal:  # a log file: do not wrap
-            console.width = _LOG_COLUMNS
-    started_s = time.monotonic()
-
-    def say(text: str) -> None:
-        if not quiet:
-            errors.print(f"[dim]{time.monotonic() - started_s:6.1f} s[/dim]  {text}", highlight=False)
-
-    previous = [(number, signal.signal(number, _interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        result = measure(say)
-    except KeyboardInterrupt:
-        errors.print("interrupted; everything that was started has ended")
-        return _INTERRUPTED
-    except (CannotInstall, EngineFailed, ServerFailed, KVStoreError, RuntimeError, TimeoutError) as error:
-        errors.print(f"bench: {error}", markup=False, highlight=False)
-        return 1
-    finally:
-        for number, handler in previous:
-            signal.signal(number, handler)
-    line, failures = report(result, None if quiet else out)
-    for failure in failures:
-        errors.print(f"bench: {failure}", markup=False, highlight=False)
-    print(line, flush=True)
-    return 1 if failures else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    """`run_program` for a benchmark; returns the exit status."""
+    return run_program("bench", measure, report, quiet=quiet)
 
 
 def run_rows(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import uvloop
 
 from benchmarks.ceilings import memcpy, tcp_peer, unix_peer
-from benchmarks.measure import Plan, Row, Say, Work, measure
+from benchmarks.measure import Plan, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
 from benchmarks.program import Section, run_sections
@@ -19,6 +19,7 @@ from kvstore.client import connect
 from kvstore.codec import PLANES2, Encoded, decode_into, encode, max_payload_bytes
 from kvstore.format.record import verify_payload
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.program import Say
 from kvstore.testing.servers import ceph_rgw, redis_server
 
 __all__ = ["main"]

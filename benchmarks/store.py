@@ -9,13 +9,14 @@ from dataclasses import replace
 import uvloop
 
 from benchmarks.ceilings import tcp_peer
-from benchmarks.measure import Plan, Row, Say
+from benchmarks.measure import Plan, Row
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import VALUE_OVERHEAD_BYTES, benchmark_namespace
 from benchmarks.program import Section, run_sections
 from benchmarks.stores import RedisPy, ServiceOverTier, TierStore, fill, open_s3_tier, store_rows
 from kvstore.client import ClientOptions, connect
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.program import Say
 from kvstore.testing.servers import ceph_rgw, redis_server
 
 __all__ = ["main"]

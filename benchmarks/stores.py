@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.ceilings import Peer
-from benchmarks.measure import Plan, Row, Say, Work, measure_in_turn, windowed
+from benchmarks.measure import Plan, Row, Work, measure_in_turn, windowed
 from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
 from kvstore.api import Ack, PageStore, Retention, SaveOutcome
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from kvstore.testing.servers import CephRgw
     from kvstore.tiers.s3 import S3Tier
+
+from kvstore.testing.program import Say
 
 __all__ = ["RedisPy", "Service", "ServiceOverTier", "Store", "TierStore", "fill", "open_s3_tier", "store_rows"]
 
