@@ -26,7 +26,7 @@ VOCABULARY = 1024
 _SEED = 1234
 _MADE = "made.json"
 _LAYOUT_VERSION = 1
-"""Raise it when weights or configs change, so that a kept folder is written anew."""
+"""Raise it when weights or configs change, so that a kept folder is written again."""
 
 
 @dataclass(frozen=True, slots=True)

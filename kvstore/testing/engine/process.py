@@ -93,7 +93,7 @@ class EngineProcess:
         return self.receive(timeout_s=timeout_s)
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Hand requests over and return; `receive` must follow before anything else is asked."""
+        """Submit requests and return; `receive` must be called before any other request."""
         self._ask({"op": "generate", "requests": [request.as_json() for request in requests]})
 
     def receive(self, *, timeout_s: float = 240.0) -> list[Answer]:
@@ -113,8 +113,8 @@ class EngineProcess:
 
         Args:
             requests: In the order of their arrival.
-            in_flight: How many are handed over and not answered at any time.
-            resets: Steps before which the engine is told to forget its own cache.
+            in_flight: Requests that are submitted and not answered, at any time.
+            resets: Steps before which the engine is asked to drop its own cache.
             stop_after_aborts: Return as soon as all aborts are done; requests are left in the engine.
             timeout_s: For all of it.
         """
@@ -148,7 +148,7 @@ class EngineProcess:
         return bool(self._next("reset", timeout_s)["done"])
 
     def evaluate(self, expression: str, *, timeout_s: float = 60.0) -> Any:
-        """Evaluate a Python expression in the engine's process, `llm` at hand; for tests that look inside."""
+        """Evaluate a Python expression in the engine's process, where `llm` is defined."""
         self._ask({"op": "evaluate", "expression": expression})
         return self._next("value", timeout_s)["value"]
 

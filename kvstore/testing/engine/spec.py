@@ -141,7 +141,7 @@ class Request:
         max_tokens: Tokens to generate, no fewer: the end-of-text token is ignored.
         logprobs: How many of the most likely tokens to report at each position.
         cache_salt: vLLM's own: equal prompts under different salts share nothing.
-        kv_transfer_params: What connectors are told about this request.
+        kv_transfer_params: For the connectors.
         adapter: Name, number and folder of a LoRA adapter.
         embeddings: File with a tensor of embeddings that are given instead of the prompt's ids.
     """

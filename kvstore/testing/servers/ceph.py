@@ -191,7 +191,7 @@ def ceph_rgw() -> Iterator[CephRgw]:
             try:
                 try:
                     server.start()
-                except (ServerFailed, subprocess.TimeoutExpired):  # most likely somebody took one of the ports
+                except (ServerFailed, subprocess.TimeoutExpired):  # another process may have taken one of the ports
                     if attempt + 1 == _START_ATTEMPTS:
                         raise
                     time.sleep(0.1)

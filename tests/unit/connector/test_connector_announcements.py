@@ -9,22 +9,22 @@ import pytest
 
 from connector.scheduler.announcements import Announcement, Announcements, RequestHashes
 from connector.scheduler.saves import Offer
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES
-from tests.unit.connector.test_connector_group_saves import World as Saving
+from tests.unit.connector.test_connector_group_saves import SchedulerHarness as Saving
 
 HASH = BLOCK // 2
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def made(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         made.side.saves.announcements = Announcements(made.shape, num_ranks=1)
         yield made
 
 
-def announcements(made: World) -> Announcements:
+def announcements(made: SchedulerHarness) -> Announcements:
     assert made.side.saves.announcements is not None
     return made.side.saves.announcements
 
@@ -33,7 +33,7 @@ def hashes_of(name: str, count: int) -> list[bytes]:
     return [f"{name}-{index}".encode() for index in range(count // HASH)]
 
 
-def come(made: World, request_id: str, count: int, name: str | None = None) -> None:
+def come(made: SchedulerHarness, request_id: str, count: int, name: str | None = None) -> None:
     """A request of which vLLM tells the hashes; two with one name share them."""
     made.new(request_id, count, name)
     announcements(made).opened(
@@ -42,7 +42,7 @@ def come(made: World, request_id: str, count: int, name: str | None = None) -> N
     made.hashed(request_id)
 
 
-def go(made: World, request_id: str) -> None:
+def go(made: SchedulerHarness, request_id: str) -> None:
     made.side.on_finished(request_id)
     announcements(made).closed(request_id)
 
@@ -52,7 +52,7 @@ def blocks(announcement: Announcement) -> list[int]:
     return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in announcement.run.hashes]
 
 
-def test_a_page_is_told_when_it_is_stored(made: World) -> None:
+def test_a_page_is_told_when_it_is_stored(made: SchedulerHarness) -> None:
     """Not when it is planned; then with the hashes, tokens, parent and adapter that vLLM's own events would have."""
     count = PAGE + 2 * BLOCK
     come(made, "r", count)
@@ -74,7 +74,7 @@ def test_a_page_is_told_when_it_is_stored(made: World) -> None:
     assert tail.run.lora_name == "adapter"
 
 
-def test_a_page_that_was_not_stored_is_not_told(made: World) -> None:
+def test_a_page_that_was_not_stored_is_not_told(made: SchedulerHarness) -> None:
     """A failed save, and one that never reached the ranks."""
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
@@ -87,7 +87,7 @@ def test_a_page_that_was_not_stored_is_not_told(made: World) -> None:
     assert not announcements(made).has_pending
 
 
-def test_all_ranks_must_have_stored_it(made: World) -> None:
+def test_all_ranks_must_have_stored_it(made: SchedulerHarness) -> None:
     """Half of a page's slices are no page."""
     made.side.saves.announcements = Announcements(made.shape, num_ranks=2)
     come(made, "r", PAGE)
@@ -98,7 +98,7 @@ def test_all_ranks_must_have_stored_it(made: World) -> None:
     assert len(announcements(made).take()) == 1
 
 
-def test_a_hit_tells_the_tier_that_it_came_from(made: World) -> None:
+def test_a_hit_tells_the_tier_that_it_came_from(made: SchedulerHarness) -> None:
     """Another engine's pages, read from one tier, are announced there, and not again at the next hit."""
     made.keep("prompt", 2 * PAGE)
     come(made, "r", 2 * PAGE + 1, "prompt")
@@ -115,7 +115,7 @@ def test_a_hit_tells_the_tier_that_it_came_from(made: World) -> None:
     made.finished("r")
 
 
-def test_a_hit_from_several_tiers_tells_nothing(made: World) -> None:
+def test_a_hit_from_several_tiers_tells_nothing(made: SchedulerHarness) -> None:
     """Which page came from which tier is not known then."""
     from kvstore.api import Staged
 
@@ -124,7 +124,7 @@ def test_a_hit_from_several_tiers_tells_nothing(made: World) -> None:
     assert announcements(made).take() == []
 
 
-def test_what_is_gone_is_taken_back(made: World) -> None:
+def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
     """A later prompt asks for an announced page that the store does not have any more: it is told once."""
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
@@ -141,7 +141,7 @@ def test_what_is_gone_is_taken_back(made: World) -> None:
     assert gone.tier == "memory"
 
 
-def test_what_is_there_is_not_taken_back(made: World) -> None:
+def test_what_is_there_is_not_taken_back(made: SchedulerHarness) -> None:
     """The store has the page: nothing is said."""
     made.keep("r", PAGE)
     come(made, "r", PAGE)
@@ -151,7 +151,7 @@ def test_what_is_there_is_not_taken_back(made: World) -> None:
     assert announcements(made).take() == []
 
 
-def test_hashes_that_do_not_fit_blocks_tell_nothing(made: World) -> None:
+def test_hashes_that_do_not_fit_blocks_tell_nothing(made: SchedulerHarness) -> None:
     """vLLM's hashes span more than a block here, so that a block has none of its own."""
     made.new("r", PAGE)
     announcements(made).opened("r", RequestHashes(hashes_of("r", PAGE), 3 * BLOCK))

@@ -56,7 +56,7 @@ class Told(Losses):
         self.num_records += records
 
 
-class World:
+class SavesHarness:
     """Saves of one request, whose tokens grow as a test says."""
 
     def __init__(self, *groups: GroupFacts, prompt: int, limit_bytes: int = 1 << 20, num_blocks: int = 100) -> None:
@@ -106,7 +106,7 @@ def spans(jobs: Sequence[SaveJob]) -> list[tuple[int, int, int]]:
 
 def test_pages_are_no_longer_than_the_window() -> None:
     """With a window of two blocks pages are two blocks, of both groups, each with the blocks of all its feeds."""
-    at = World(WINDOW, FULL, prompt=64)
+    at = SavesHarness(WINDOW, FULL, prompt=64)
     jobs = at.step(64, [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12])
     assert spans(jobs) == [(0, 0, 32), (0, 32, 64), (1, 0, 32), (1, 32, 64)]
     assert [job.block_ids for job in jobs] == [((1, 2), (9, 10)), ((3, 4), (11, 12)), ((5, 6),), ((7, 8),)]
@@ -116,7 +116,7 @@ def test_a_window_that_passed_leaves_only_its_own_page_out() -> None:
     """A page that found no room in time has lost its blocks: the window goes on without it, full attention does not
     lose anything."""
     small = len(FULL.layer_names) * CELLS.token_bytes * BLOCK
-    at = World(WINDOW, FULL, prompt=96, limit_bytes=4 * small)
+    at = SavesHarness(WINDOW, FULL, prompt=96, limit_bytes=4 * small)
     first = at.step(32, [1, 2], [5, 6], [9, 10])
     assert spans(first) == [(0, 0, 32)]  # no room for the full group's
     at.done(first)
@@ -129,14 +129,14 @@ def test_a_window_that_passed_leaves_only_its_own_page_out() -> None:
 
 def test_a_lost_block_of_full_attention_is_an_error() -> None:
     """Full attention never loses a block; were one gone, nothing would be saved under its name."""
-    at = World(FULL, prompt=64)
+    at = SavesHarness(FULL, prompt=64)
     with pytest.raises(AssertionError, match="full attention"):
         at.step(64, [], [5, 0, 7, 8])
 
 
 def test_states_are_saved_where_they_are_offered() -> None:
     """A state goes with the blocks of all its groups, under the hash of its boundary; once."""
-    at = World(STATES, FULL, prompt=100)
+    at = SavesHarness(STATES, FULL, prompt=100)
     offers = [Offer(0, 21, 96), Offer(2, 22, 96)]
     jobs = at.step(100, [0, 0, 0, 0, 0, 21], list(range(1, 8)), [0, 0, 0, 0, 0, 22], offers=offers)
     assert spans(jobs) == [(0, 96, 96), *((1, start, start + BLOCK) for start in range(0, 96, BLOCK))]
@@ -155,13 +155,13 @@ def test_states_are_saved_where_they_are_offered() -> None:
 )
 def test_offers_that_cannot_be_used(offers: list[Offer]) -> None:
     """Half a state, one inside a block or one of unknown tokens is left out."""
-    at = World(STATES, FULL, prompt=100)
+    at = SavesHarness(STATES, FULL, prompt=100)
     assert [job for job in at.step(100, [], list(range(1, 8)), [], offers=offers) if job.group == 0] == []
 
 
 def test_decoding_fills_pages_and_brings_states() -> None:
     """Behind the prompt pages and states follow as their tokens become known, one step late where need be."""
-    at = World(STATES, FULL, prompt=40)
+    at = SavesHarness(STATES, FULL, prompt=40)
     assert spans(at.step(40, [], [1, 2, 3], [])) == [(1, 0, 16), (1, 16, 32)]
     # asynchronous scheduling: the forward writes token 47, whose value the scheduler does not know yet
     assert at.step(48, [], [1, 2, 3], [], known=47) == []
@@ -171,7 +171,7 @@ def test_decoding_fills_pages_and_brings_states() -> None:
 
 def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
     """What was generated up to the last boundary is saved when the request ends; its blocks stay until it is."""
-    at = World(FULL, prompt=64)
+    at = SavesHarness(FULL, prompt=64)
     first = at.step(64, [], list(range(1, 5)))
     at.done(first)
     at.state.known = at.tokens[:90]
@@ -187,7 +187,7 @@ def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
 
 def test_the_end_without_a_block_pool() -> None:
     """Without vLLM's block pool a tail cannot be kept alive and is left out."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.saves.pins = None
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
     assert at.saves.plan_step([]) == []
@@ -195,7 +195,7 @@ def test_the_end_without_a_block_pool() -> None:
 
 def test_pins_end_with_failed_saves_too() -> None:
     """A tail that could not be stored gives its blocks back."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
     jobs = at.saves.plan_step([])
     assert jobs
@@ -210,7 +210,7 @@ STATE_AT_32 = (Offer(0, 8, 32), Offer(2, 9, 32))
 
 def test_a_state_gets_room_before_pages() -> None:
     """In a step that makes both, the state is saved and the pages of full attention wait in their blocks."""
-    at = World(STATES, FULL, prompt=40, limit_bytes=STATE_BYTES + FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=40, limit_bytes=STATE_BYTES + FULL_BLOCK)
     first = at.step(32, [], [1, 2, 3], [], offers=STATE_AT_32)
     assert spans(first) == [(0, 32, 32), (1, 0, 16)]
     assert at.meters.get("connector_saves_delayed") == 1
@@ -222,7 +222,7 @@ def test_a_state_gets_room_before_pages() -> None:
 def test_a_state_without_room_waits_in_its_pinned_blocks() -> None:
     """The room is full when the state is made: its blocks stay, no page of full attention gets room before it, and it
     is saved once there is room."""
-    at = World(STATES, FULL, prompt=64, limit_bytes=2 * STATE_BYTES)
+    at = SavesHarness(STATES, FULL, prompt=64, limit_bytes=2 * STATE_BYTES)
     other = at.open("b", 64)
     offers = [Offer(0, 5, 32), Offer(2, 6, 32), Offer(0, 15, 48), Offer(2, 16, 48)]
     states = at.saves.plan_step([at.running(other, 48, [], [11, 12, 13], [], offers=offers)])
@@ -238,7 +238,7 @@ def test_a_state_without_room_waits_in_its_pinned_blocks() -> None:
 
 def test_an_end_without_room_waits_in_its_pinned_blocks() -> None:
     """What is left of a request that has ended is saved before pages of those that run, and all of it."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     other = at.open("b", 48)
     (first,) = at.step(48, [], [1, 2, 3], [])
     at.ledger.close("a")
@@ -255,7 +255,7 @@ def test_an_end_without_room_waits_in_its_pinned_blocks() -> None:
     assert at.losses.told == []
 
 
-def fill(at: World) -> list[SaveJob]:
+def fill(at: SavesHarness) -> list[SaveJob]:
     """Jobs that take all the room."""
     other = at.open("other", 16)
     return at.saves.plan_step([at.running(other, 16, [], [40], [])])
@@ -264,7 +264,7 @@ def fill(at: World) -> list[SaveJob]:
 def test_what_waits_too_long_is_lost_by_name() -> None:
     """A store that does not keep up does not hold the engine's blocks: after some seconds they are given back, and
     what was lost is counted and told."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     assert len(fill(at)) == 1
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
     at.ledger.close("a")
@@ -284,7 +284,7 @@ def test_what_waits_too_long_is_lost_by_name() -> None:
 
 def test_a_long_step_is_no_reason_to_lose_anything() -> None:
     """What waited while one long step was computed gets the room that is free after it."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     jobs = fill(at)
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
     at.clock.now_s += 20
@@ -295,7 +295,7 @@ def test_a_long_step_is_no_reason_to_lose_anything() -> None:
 
 def test_a_lost_state_may_come_again() -> None:
     """A state that was lost is saved if the request is computed again."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     jobs = fill(at)
     at.step(32, [], [1, 2], [], offers=STATE_AT_32)
     at.clock.now_s += 5.1
@@ -306,7 +306,7 @@ def test_a_lost_state_may_come_again() -> None:
 
 def test_only_so_many_blocks_wait() -> None:
     """Half of the engine's blocks at most: what is beyond is lost, so that requests that run keep the others."""
-    at = World(STATES, FULL, prompt=160, limit_bytes=FULL_BLOCK, num_blocks=8)
+    at = SavesHarness(STATES, FULL, prompt=160, limit_bytes=FULL_BLOCK, num_blocks=8)
     at.saves.plan_end(at.state, NAMESPACE, 160, [[], list(range(1, 11)), []])
     assert sorted(at.pins.held) == [1, 2, 3, 4]
     assert at.losses.told == [("a", 80, 1, "save_no_room")]
@@ -314,7 +314,7 @@ def test_only_so_many_blocks_wait() -> None:
 
 def test_without_a_block_pool_a_state_cannot_wait() -> None:
     """It is lost at once: its blocks are not held by anybody."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     at.saves.pins = None
     fill(at)
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
@@ -323,7 +323,7 @@ def test_without_a_block_pool_a_state_cannot_wait() -> None:
 
 def test_what_waits_when_the_engine_stops_is_told() -> None:
     """Its blocks are given back, once."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
     at.saves.close()
     at.saves.close()
@@ -333,7 +333,7 @@ def test_what_waits_when_the_engine_stops_is_told() -> None:
 
 def test_a_failed_state_is_no_hole() -> None:
     """Pages behind a lost state can be used from a later one: they are saved. Behind a lost page they cannot."""
-    at = World(STATES, FULL, prompt=96)
+    at = SavesHarness(STATES, FULL, prompt=96)
     state, page = at.step(32, [], [1, 2], [], offers=STATE_AT_32)[:2]
     at.done([state], failed=[state])
     assert spans(at.step(48, [], [1, 2, 3], [])) == [(1, 32, 48)]
@@ -343,7 +343,7 @@ def test_a_failed_state_is_no_hole() -> None:
 
 def test_jobs_that_were_never_sent() -> None:
     """An error later in the step takes its jobs back: pages and states are planned again, ends wait again."""
-    at = World(STATES, FULL, prompt=40)
+    at = SavesHarness(STATES, FULL, prompt=40)
     ended = at.open("b", 40)
     at.ledger.close("b")
     at.saves.plan_end(ended, NAMESPACE, 39, [[], [11, 12, 13], []])
@@ -359,7 +359,7 @@ def test_jobs_that_were_never_sent() -> None:
 
 def test_resumed_requests_hash_what_they_generated() -> None:
     """After a preemption the prompt to look up is everything known by then."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.step(60, [], [1, 2, 3, 4])
     at.state.resume()
     assert (len(at.state.prompt), at.state.hashed, at.state.lookup) == (60, None, None)
@@ -368,7 +368,7 @@ def test_resumed_requests_hash_what_they_generated() -> None:
 def test_what_is_lost_before_a_rank_has_it_is_counted_in_records() -> None:
     """One for each slice, as the ranks count theirs."""
     four_heads = replace(FULL, content=CellFacts(4, 4, 4, 4, 2, "bfloat16"))
-    at = World(four_heads, prompt=40)
+    at = SavesHarness(four_heads, prompt=40)
     num_slices = at.shape.groups[0].slices.num_slices
     assert num_slices > 1
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])

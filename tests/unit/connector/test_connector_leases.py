@@ -16,17 +16,17 @@ from connector.scheduler.lookups import Lookups
 from connector.scheduler.outcomes import Outcomes
 from connector.settings import ConnectorSettings
 from kvstore.runtime.meters import Meters
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
-def test_abort_while_staging(at: World) -> None:
+def test_abort_while_staging(at: SchedulerHarness) -> None:
     """A request that ends while its records are fetched cancels the fetch and leaves no lease."""
     at.keep("a", 170)
     at.store.held.add("stage")
@@ -39,7 +39,7 @@ def test_abort_while_staging(at: World) -> None:
     at.no_leases()
 
 
-def test_abort_in_the_moment_of_the_lease(at: World) -> None:
+def test_abort_in_the_moment_of_the_lease(at: SchedulerHarness) -> None:
     """A request ends after its lease was granted and before its thread heard of it: the lease ends all the same."""
     at.keep("a", 170)
     granted, go_on = threading.Event(), threading.Event()
@@ -59,7 +59,7 @@ def test_abort_in_the_moment_of_the_lease(at: World) -> None:
     at.no_leases()
 
 
-def test_abort_with_a_staged_hit(at: World) -> None:
+def test_abort_with_a_staged_hit(at: SchedulerHarness) -> None:
     """A request that ends before it was admitted gives its lease back."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -68,7 +68,7 @@ def test_abort_with_a_staged_hit(at: World) -> None:
     at.no_leases()
 
 
-def test_abort_while_loading(at: World) -> None:
+def test_abort_while_loading(at: SchedulerHarness) -> None:
     """The lease of an aborted request lives until the ranks report, since they still read under it."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -81,7 +81,7 @@ def test_abort_while_loading(at: World) -> None:
     at.finished("a")  # a second report of it is nobody's
 
 
-def test_abort_before_the_lookup_is_answered(at: World) -> None:
+def test_abort_before_the_lookup_is_answered(at: SchedulerHarness) -> None:
     """A request that ends early takes its question with it."""
     at.store.held.add("lookup")
     at.new("a", 170)
@@ -92,7 +92,7 @@ def test_abort_before_the_lookup_is_answered(at: World) -> None:
 
 def test_two_requests_with_one_prefix(tmp_path: Path) -> None:
     """In an engine without a cache of its own each has a lease, and the end of one does not end the other's."""
-    with world(tmp_path, facts={"prefix_caching": False}) as at:
+    with harness(tmp_path, facts={"prefix_caching": False}) as at:
         at.keep("a", 170)
         at.new("a", 170)
         at.new("b", 170, "a")
@@ -104,7 +104,7 @@ def test_two_requests_with_one_prefix(tmp_path: Path) -> None:
         at.finished("b")
 
 
-def test_a_closed_store(at: World) -> None:
+def test_a_closed_store(at: SchedulerHarness) -> None:
     """Once the client is closed nothing raises that vLLM does not catch: admission, release and reports go on."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -118,10 +118,10 @@ def test_a_closed_store(at: World) -> None:
     at.bridge.run(lambda store: store.release(job.lease))  # type: ignore[arg-type]
 
 
-class LeaseWorld:
+class LookupsHarness:
     """`Lookups` alone, on a clock that the test moves."""
 
-    def __init__(self, at: World) -> None:
+    def __init__(self, at: SchedulerHarness) -> None:
         self.clock, self.at, self.meters = ManualClock(), at, Meters()
         settings = ConnectorSettings(lookup_timeout_ms=5000, max_wait_ms=2000)
         self.lookups = Lookups(
@@ -149,10 +149,10 @@ class LeaseWorld:
         eventually(lambda: self.hit() == 160)
 
 
-def test_lease_is_renewed_by_asking(at: World) -> None:
+def test_lease_is_renewed_by_asking(at: SchedulerHarness) -> None:
     """Each question after a third of the lease's time renews it, once; sooner ones do not."""
     at.keep("a", 170)
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.staged()
     for after_s, renewals in ((9.0, 0), (2.0, 1), (9.0, 1), (2.0, 2), (0.0, 2), (29.0, 3)):
         leases.clock.now_s += after_s
@@ -161,7 +161,7 @@ def test_lease_is_renewed_by_asking(at: World) -> None:
     leases.lookups.forget(leases.state)
 
 
-def test_admission_renews_the_lease(at: World) -> None:
+def test_admission_renews_the_lease(at: SchedulerHarness) -> None:
     """The load starts with the whole time of the lease, however long the hit had waited for its blocks."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -170,10 +170,10 @@ def test_admission_renews_the_lease(at: World) -> None:
     at.finished("a")
 
 
-def test_lease_of_a_forgotten_hit(at: World) -> None:
+def test_lease_of_a_forgotten_hit(at: SchedulerHarness) -> None:
     """Not asked for longer than the lease lasts: it is staged anew, never promised on a lease that has ended."""
     at.keep("a", 170)
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.staged()
     leases.clock.now_s += 30.0
     assert leases.hit() is None
@@ -183,11 +183,11 @@ def test_lease_of_a_forgotten_hit(at: World) -> None:
     leases.lookups.forget(leases.state)
 
 
-def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
+def test_lookup_timeout_counts_from_the_first_question(at: SchedulerHarness) -> None:
     """With 5 s to wait, 4.9 s since vLLM's first question are fine, 5.1 s are not."""
     at.keep("a", 170)
     at.store.held.add("lookup")
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     leases.clock.now_s += 50
     assert leases.hit() is None
@@ -199,11 +199,11 @@ def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
     leases.lookups.forget(leases.state)
 
 
-def test_stage_has_a_ceiling(at: World) -> None:
+def test_stage_has_a_ceiling(at: SchedulerHarness) -> None:
     """A stage call that does not even keep its own deadline is given up, and leaves no lease when it ends."""
     at.keep("a", 170)
     at.store.held.add("stage")
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     eventually(lambda: leases.hit() is None and leases.state.fetch is not None)
     leases.clock.now_s += 2.4
     assert leases.hit() is None
@@ -214,10 +214,10 @@ def test_stage_has_a_ceiling(at: World) -> None:
     at.no_leases()
 
 
-def test_steps_longer_than_an_answer_is_fresh(at: World) -> None:
+def test_steps_longer_than_an_answer_is_fresh(at: SchedulerHarness) -> None:
     """An engine whose steps take seconds asks that rarely: a question put when it asked is answered the next time."""
     at.keep("a", 170)
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     for _ in range(4):
         eventually(lambda: leases.state.lookup is not None and leases.state.lookup.done())

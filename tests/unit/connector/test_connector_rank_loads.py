@@ -17,7 +17,7 @@ from kvstore.api import LeaseId
 from kvstore.errors import Unavailable
 from kvstore.format.record import HEADER_BYTES, Record
 from tests.unit.connector.device_contract import storage
-from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     LoopBridge,
     SteeredStore,

@@ -15,7 +15,7 @@ from connector.device.streams import InlineStreams
 from connector.worker.groups import check_round_trip, prove_group
 from kvstore.errors import InvalidRequest
 from tests.unit.connector.device_contract import LAYOUTS, Cache, storage
-from tests.unit.connector.rank_world import Make, ranks_on
+from tests.unit.connector.rank_harness import Make, ranks_on
 from tests.unit.connector.support import bridge_to_memory
 
 HOST = HostPages(torch.empty(1 << 20, dtype=torch.uint8))

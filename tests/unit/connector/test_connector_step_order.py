@@ -14,7 +14,7 @@ from connector import vllm_facts
 from connector.connector import KVStoreConnector, _RankProof, _StepMetadata
 from connector.jobs import SaveJob, StepJobs
 from kvstore.model.keys import NamespaceId, PrefixHash
-from tests.unit.connector.scheduler_world import world
+from tests.unit.connector.scheduler_harness import harness
 
 ENDED = SaveJob(7, NamespaceId(bytes(16)), PrefixHash(bytes(16)), 0, 0, 64, ((1, 2, 3, 4),))
 
@@ -116,7 +116,7 @@ def test_an_engine_that_sleeps_ends_its_copies_first(made: tuple[KVStoreConnecto
 def test_an_engine_that_wakes_up_keeps_its_scheduler_side(tmp_path: Path) -> None:
     """vLLM gives the handshake again. The blocks are empty: what was to be saved of them is dropped, and unpinned."""
     unpinned: list[int] = []
-    with world(tmp_path) as at:
+    with harness(tmp_path) as at:
         at.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
         connector = KVStoreConnector.__new__(KVStoreConnector)
         connector.guarded_errors = 0

@@ -10,12 +10,12 @@ import pytest
 from connector.request_flags import RequestFlags
 from connector.scheduler.side import StepFacts
 from connector.scheduler.timing import StepClock
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
@@ -48,7 +48,7 @@ class TestSteps:
         assert not clock.is_computing
         assert clock.reported(now_s=3.3) is None
 
-    def test_the_engine_teaches_what_prefill_costs(self, at: World) -> None:
+    def test_the_engine_teaches_what_prefill_costs(self, at: SchedulerHarness) -> None:
         """Reported steps of prompts are learned from; those of generated tokens are not."""
         at.new("a", 2000, flags=RequestFlags(save=False))
         for turn in range(5):
@@ -64,7 +64,7 @@ class TestSteps:
 
 class TestNeverSlow:
     @pytest.fixture
-    def waits(self, at: World, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    def waits(self, at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         """Every wait of the engine's thread."""
         seen: list[float] = []
 
@@ -75,7 +75,7 @@ class TestNeverSlow:
         monkeypatch.setattr(at.side._lookups.answered, "wait", wait)
         return seen
 
-    def test_decoding_is_not_delayed_by_requests_that_ask(self, at: World, waits: list[float]) -> None:
+    def test_decoding_is_not_delayed_by_requests_that_ask(self, at: SchedulerHarness, waits: list[float]) -> None:
         """Of 32 requests 16 decode and 16 ask a service that hangs: no step waits, planned ahead or not."""
         for name in range(32):
             at.new(f"r{name}", 170)
@@ -100,7 +100,7 @@ class TestNeverSlow:
         at.side.wait_in_empty_step()
         assert waits == [0.005], "with nothing to compute it lets others run, for a moment"
 
-    def test_no_wait_for_requests_that_do_not_ask(self, at: World, waits: list[float]) -> None:
+    def test_no_wait_for_requests_that_do_not_ask(self, at: SchedulerHarness, waits: list[float]) -> None:
         """Requests that have their answer, run or load do not make an empty step wait."""
         at.keep("a", 170)
         at.new("a", 170)

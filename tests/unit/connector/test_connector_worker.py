@@ -24,7 +24,7 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
 from tests.unit.connector.device_contract import LAYOUTS, Cache
-from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     BLOCK,
     LoopBridge,

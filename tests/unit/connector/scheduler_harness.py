@@ -32,7 +32,7 @@ BLOCK_BYTES = make_facts().groups[0].rank_block_bytes
 """What one block of all slices takes in a rank's host memory."""
 
 
-class World:
+class SchedulerHarness:
     """One engine's scheduler side.
 
     Attributes:
@@ -145,10 +145,10 @@ class World:
 
 
 @contextmanager
-def world(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) -> Iterator[World]:
-    """A world that is ready; the side is shut down at the end and must not leave a lease."""
+def harness(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) -> Iterator[SchedulerHarness]:
+    """A scheduler side that is ready; the side is shut down at the end and must not leave a lease."""
     with bridge_to_memory() as bridge:
-        made = World(bridge, folder, facts or {}, settings)
+        made = SchedulerHarness(bridge, folder, facts or {}, settings)
         made.become_ready()
         yield made
         made.store.held.clear()
@@ -161,10 +161,12 @@ def world(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) ->
 
 
 @contextmanager
-def unready_world(folder: Path, refusals: dict[int, str | None] | None = None, **settings: Any) -> Iterator[World]:
-    """A world whose service does not answer `open_namespace` yet; its ranks may have refused their caches."""
+def unready_harness(
+    folder: Path, refusals: dict[int, str | None] | None = None, **settings: Any
+) -> Iterator[SchedulerHarness]:
+    """A scheduler side whose service does not answer `open_namespace` yet; its ranks may have refused their caches."""
     with bridge_to_memory() as bridge:
         bridge.store.held.add("open_namespace")
-        made = World(bridge, folder, {}, settings, refusals)
+        made = SchedulerHarness(bridge, folder, {}, settings, refusals)
         yield made
         made.side.shutdown()
