@@ -12,7 +12,7 @@ from connector.scheduler.saves import Offer
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES
-from tests.unit.connector.test_connector_group_saves import SchedulerHarness as Saving
+from tests.unit.connector.test_connector_group_saves import SavesHarness as Saving
 
 HASH = BLOCK // 2
 

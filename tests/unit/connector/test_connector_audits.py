@@ -12,7 +12,7 @@ from connector.scheduler.audits import is_sampled
 from connector.scheduler.side import StepFacts
 from kvstore.model.keys import PrefixHash
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import eventually
+from tests.unit.connector.support import ManualClock, eventually
 
 
 @pytest.fixture
@@ -141,17 +141,19 @@ def test_blocks_that_cannot_be_found_are_not_compared(audited: SchedulerHarness)
     audited.no_leases()
 
 
-def test_leases_are_renewed_while_the_engine_computes(audited: SchedulerHarness) -> None:
+def test_leases_are_renewed_while_the_engine_computes(tmp_path: Path) -> None:
     """However long the pages take, their records stay readable."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    assert audited.side._audits is not None
-    ((audit,),) = audited.side._audits._audits.values()
-    audit.renewed_s -= audit.lease_s / 2
-    before = audited.store.calls["renew"]
-    compute(audited, "r", 0, 10)
-    eventually(lambda: audited.store.calls["renew"] == before + 1)
+    clock = ManualClock()
+    with harness(tmp_path, clock=clock, audit_rate=1.0) as made:
+        made.keep("a", 170)
+        made.new("r", 170, "a")
+        made.ask("r")
+        before = made.store.calls["renew"]
+        compute(made, "r", 0, 10)
+        assert made.store.calls["renew"] == before
+        clock.now_s += made.store.inner.limits.lease_s / 2
+        compute(made, "r", 10, 20)
+        eventually(lambda: made.store.calls["renew"] == before + 1)
 
 
 def test_without_a_rate_nothing_is_audited(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from connector.scheduler.saves import Offer
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, eventually
 from tests.unit.connector.test_connector_group_saves import FULL, STATES
-from tests.unit.connector.test_connector_group_saves import SchedulerHarness as Saving
+from tests.unit.connector.test_connector_group_saves import SavesHarness as Saving
 
 
 def test_a_receipt_is_read_as_it_was_written() -> None:
