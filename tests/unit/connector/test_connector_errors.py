@@ -61,10 +61,13 @@ def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytes
         at.hashed("a")
         at.side.on_finished("a", 64, [range(1, 5)])
         assert pinned == [1, 2, 3, 4]
-        monkeypatch.setattr(at.side._audits, "plan_step", raising)
+        at.keep("r", 170)
+        at.new("r", 170)
+        assert at.ask("r") == 0
+        monkeypatch.setattr(at.side._audits, "_pieces", raising)
         with pytest.raises(ZeroDivisionError):
-            at.step()
-        (job,) = at.step().saves
+            at.step({"r": 70})
+        (job,) = [job for job in at.step({"r": 70}).saves if job.request_id == "a"]
         at.ranks_done(job.job_id)
         assert not pinned and not at.side.has_pending_saves
 
@@ -72,12 +75,14 @@ def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytes
 def test_an_error_of_the_audit_ends_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of an untested release whose pages were not compared yet: nothing is loaded from then on."""
     with harness(tmp_path, facts={"untested_release": "0.34.0"}) as at:
-        monkeypatch.setattr(at.side._audits, "plan_step", raising)
-        with pytest.raises(ZeroDivisionError):
-            at.step()
         at.keep("a", 70)
         at.new("a", 70)
         assert at.ask("a") == 0
+        monkeypatch.setattr(at.side._audits, "_pieces", raising)
+        with pytest.raises(ZeroDivisionError):
+            at.step({"a": 70})
+        at.new("b", 70, "a")
+        assert at.ask("b") == 0
 
 
 @pytest.mark.parametrize("where", ["_lookups._outcomes.hit", "_timing.on_load_ordered", "_lookups.admitted"])
