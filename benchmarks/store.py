@@ -62,7 +62,7 @@ def _redis(plan: Plan, say: Say) -> list[Row]:
 
             from benchmarks.redis_clients import RawGets, open_lmcache
             from kvstore.tiers.redis import RedisTier
-            from kvstore.tiers.redis.stripes import PART_BYTES
+            from kvstore.tiers.redis.reading import PART_BYTES
 
             tier = RedisTier.from_url(server.url, num_connections=_NUM_CONNECTIONS)
             raws = [
