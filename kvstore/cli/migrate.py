@@ -25,7 +25,7 @@ from kvstore.cli.tables import print_table
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_retention import open_ownership
 from kvstore.errors import InvalidRequest
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.settings import Settings
 from kvstore.store.key_ledger import KeyLedger
 from kvstore.store.key_ring import KeyRing, open_key_source
@@ -35,8 +35,8 @@ from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 from migrations.copying import Progress
 from migrations.journal import Phase, State
 from migrations.runner import Runner
+from migrations.steps import KeyStep
 from migrations.store import soon
-from migrations.versions.m0002_keys import KeyStep
 
 __all__ = ["migrate", "open_runner"]
 

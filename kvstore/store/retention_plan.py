@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
-from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
+from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.collector import let_go
 from kvstore.runtime.split_dict import SplitDict
@@ -134,7 +134,7 @@ def plan_leaving(
     del leaving
     held.let_go()
     let_go(place)
-    holdings.let_go()
+    holdings.discard()
     return LeavingPlan(leavers, is_enough)
 
 

@@ -142,8 +142,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         dtype="bfloat16",
         unit_norm=False,
     ),
-    # large next to its weights, as hybrids are that users run: 32 KiB of KV per token in two layers, 12.3 MiB of states
-    # in six, so that a step of 2,048 tokens fills 64 MiB of host memory with pages before its prompt's state is made
+    # Large next to its weights, like the hybrids of users: 32 KiB of KV per token in two layers, 12.3 MiB of states in
+    # six. So a step of 2,048 tokens fills 64 MiB of host memory with pages before its prompt's state is made.
     "qwen3next-wide": Checkpoint(
         {
             "architectures": ["Qwen3NextForCausalLM"],
