@@ -255,10 +255,10 @@ class PageStore(ABC):
 
     @abstractmethod
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        """Tell that a record is bad (its checksum failed at the reader): every tier quarantines it, none serves it."""
+        """Report a bad record, whose checksum failed at the reader. Every tier quarantines it, and none serves it."""
 
-    def tell(self, outcome: Outcome) -> None:  # noqa: B027 - most stores have nobody who asks
-        """Tell what became of a request, for `explain`. Returns at once, never fails, and may be lost."""
+    def report(self, outcome: Outcome) -> None:  # noqa: B027 - most stores keep no reports
+        """Report what became of a request, for `explain`. Returns at once and never fails; the report may be lost."""
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """Why a request was resumed no further than it was, as plain values; see docs/explain.md.

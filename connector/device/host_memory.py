@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from kvstore.errors import InternalError
-from kvstore.runtime.free_ranges import FreeRanges
+from kvstore.runtime.arena import FreeRanges
 
 __all__ = ["PAGE_ALIGN_BYTES", "HostPages", "PageShare", "near_processors", "pin_near"]
 

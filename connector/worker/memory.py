@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from connector.device.base import Device
-from kvstore.runtime.affinity import leave_pinned_core
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
-from kvstore.runtime.prefault import populate_paced, spare_bytes
+from kvstore.runtime.machine import leave_pinned_core, populate_paced, spare_bytes
 
 __all__ = ["RecordMemory", "ScratchPages", "Warmer", "memory_ranges", "view"]
 

@@ -19,10 +19,10 @@ from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.background import Background
-from kvstore.runtime.batches import Batches
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.shared_calls import Batches
 from kvstore.store.limits import StoreLimits
 from kvstore.tiers.base import PutOutcome, Tier
 

@@ -14,8 +14,8 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.long_work import LongWork
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.turns import LongWork
 from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.placement import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog

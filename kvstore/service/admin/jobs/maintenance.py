@@ -20,7 +20,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.reindexing import ReindexReport, reindex_level
 from kvstore.store.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 
