@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from connector.bridge import Bridge
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJob, BlockIds, LoadPiece, RankReport
-from connector.scheduler.bridge import Bridge
-from connector.scheduler.load_plan import blocks_of
-from connector.scheduler.step_facts import StepFacts
+from connector.scheduler.facts import StepFacts
+from connector.scheduler.plans import blocks_of
 from kvstore.api import Deadline, LeaseId, PageStore, Staged
 from kvstore.errors import Closed, InternalError
 from kvstore.model.keys import PrefixHash, RecordKey

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from connector.bridge import Bridge
 from connector.device.base import Fence
 from connector.jobs import LoadJob, LoadPiece
-from connector.scheduler.bridge import Bridge
 from connector.worker.audit import Auditor, Scattered
 from connector.worker.groups import RankGroup
 from connector.worker.memory import RecordMemory, ScratchPages, view
@@ -221,7 +221,7 @@ class Loader:
             group.copier.scatter(runs, piece.block_ids, page, piece.first_block, load.after)
             if self._auditor is not None and load.scattered is not None:
                 load.scattered.append(self._auditor.scattered(piece, page))
-        self._meters.add("connector_raw_bytes_loaded", expected)
+        self._meters.add("connector_loaded_bytes", expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device import open_device
 from connector.device.base import Device, Fence
 from connector.device.cpu import CpuDevice
 from connector.device.host_memory import PAGE_ALIGN_BYTES, HostPages, PageShare
 from connector.facts import EngineFacts
+from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
-from connector.room import page_bytes, save_room
-from connector.scheduler.bridge import Bridge
 from connector.settings import ConnectorSettings
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup, check_bytes, check_round_trip, prove_group
@@ -53,8 +53,8 @@ class WorkerSide:
         self._shape = shape
         self._bridge = bridge
         self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
-        self._room = save_room(settings, facts, shape)
-        self._limit_bytes = max(self._room.in_flight_bytes, 64 << 20)
+        self._budget = host_memory_budget(settings, facts, shape)
+        self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
         self._device: Device | None = None
         self._save_threads: LowPriorityPool | None = None
@@ -90,22 +90,22 @@ class WorkerSide:
             self.refusal = None
 
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
-        room, slice_bytes = self._room, self._largest_slice_bytes()
+        budget, slice_bytes = self._budget, self._largest_slice_bytes()
         scratch_bytes = self._num_threads * slice_bytes
         # an engine that only loads and audits nothing copies no page from blocks, except in the check at start
-        gathers = self._settings.saves or room.audit_bytes > 0
+        gathers = self._settings.saves or budget.audit_bytes > 0
         checked_bytes = check_bytes(self._shape.groups)
         device = self._device = open_device(
             layers_of(self._shape.groups[0].facts.layer_names)[0].device,
-            ring_bytes=max(room.in_flight_bytes if gathers else 0, checked_bytes),
+            ring_bytes=max(budget.in_flight_bytes if gathers else 0, checked_bytes),
             page_bytes_max=slice_bytes,
             num_lanes=self._num_threads,
         )
         # All of it at once: memory that is pinned later stalls the engine's thread and the device. Saves get some pages
         # more, since threads may still read pages whose jobs are done.
-        saved_bytes = _aligned(max(room.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
-        memory = device.host_memory(saved_bytes + _aligned(room.audit_bytes) + scratch_bytes)
-        saved, audited, decoded = memory.split([saved_bytes, _aligned(room.audit_bytes), scratch_bytes])
+        saved_bytes = _aligned(max(budget.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
+        memory = device.host_memory(saved_bytes + _aligned(budget.audit_bytes) + scratch_bytes)
+        saved, audited, decoded = memory.split([saved_bytes, _aligned(budget.audit_bytes), scratch_bytes])
         pages = HostPages(saved)
         self.groups = tuple(
             prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
@@ -124,11 +124,11 @@ class WorkerSide:
             # an engine that only saves does so for others, which wait for its pages
             patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
             # a page that is encoded a second time is still read by the first thread when its job is done
-            pages=PageShare(pages, room.in_flight_bytes + scratch_bytes),
+            pages=PageShare(pages, budget.in_flight_bytes + scratch_bytes),
             memory=self._memory,
             meters=self.meters,
         )
-        if room.audit_bytes:
+        if budget.audit_bytes:
             self.auditor = Auditor(
                 self._bridge,
                 self.groups,

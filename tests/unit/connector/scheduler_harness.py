@@ -9,9 +9,9 @@ from typing import Any
 
 from connector.identity import describe_namespace
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.saves import Offer
-from connector.scheduler.side import PromptFacts, SchedulerSide, StepFacts
+from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
+from connector.scheduler.requests import RequestState
+from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -88,7 +88,7 @@ class SchedulerHarness:
         return self.state(request_id)
 
     def state(self, request_id: str) -> RequestState:
-        state = self.side.ledger.find(request_id)
+        state = self.side.requests.get(request_id)
         assert state is not None
         return state
 
@@ -118,7 +118,7 @@ class SchedulerHarness:
         self,
         final: dict[str, int] | None = None,
         preempted: tuple[str, ...] = (),
-        offers: dict[str, list[Offer]] | None = None,
+        offers: dict[str, list[StateOffer]] | None = None,
     ) -> StepJobs:
         """One step; each request's block `i` has the id `100 + i`."""
         tables = {request_id: [tuple(range(100, 164))] for request_id in final or {}}
@@ -151,15 +151,15 @@ class SchedulerHarness:
 def harness(
     folder: Path, facts: dict[str, Any] | None = None, clock: Clock = SYSTEM_CLOCK, **settings: Any
 ) -> Iterator[SchedulerHarness]:
-    """A scheduler side that is ready; the side is shut down at the end and must not leave a lease."""
+    """A scheduler side that is ready; it is shut down at the end and must not leave a lease."""
     with bridge_to_memory() as bridge:
         made = SchedulerHarness(bridge, folder, facts or {}, settings, clock=clock)
         made.become_ready()
         yield made
         made.store.held.clear()
-        for state in made.side.ledger:
+        for state in list(made.side.requests.values()):
             made.side.on_finished(state.request_id)
-        for request_id in list(made.side._orphans):
+        for request_id in list(made.side._ended_while_loading):
             made.finished(request_id)
         made.side.shutdown()
         made.no_leases()

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from connector.identity import describe_namespace
-from connector.request_flags import RequestFlags
-from connector.scheduler.admission import Admission
-from connector.scheduler.flights import common_tokens
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.costs import Costs
+from connector.scheduler.decide import HitPolicy
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.fetching import common_tokens
+from connector.scheduler.requests import RequestState
 from kvstore.api import LeaseId, Lookup, Offer, Retention, Staged
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
@@ -44,7 +45,7 @@ def still_asked(at: SchedulerHarness, request_id: str, local_tokens: int = 0) ->
 
 def teach_prefill(at: SchedulerHarness, token_s: float) -> None:
     for size in (128, 256, 384, 512) * 4:
-        at.side._admission.prefill.observe([(0, size)], size * token_s)
+        at.side.costs.prefill.observe([(0, size)], size * token_s)
 
 
 def teach_tier(at: SchedulerHarness, tier: str, seconds: float) -> None:
@@ -52,7 +53,7 @@ def teach_tier(at: SchedulerHarness, tier: str, seconds: float) -> None:
     sources = {tier: 1}
     for num_bytes in (1000, 10_000, 100_000) * 3:
         staged = Staged(LeaseId(bytes(16)), 64, sources=sources, num_bytes=num_bytes)
-        at.side._admission.on_staged(staged, seconds, now_s=SYSTEM_CLOCK.monotonic_s())
+        at.side.costs.on_staged(staged, seconds, now_s=SYSTEM_CLOCK.monotonic_s())
 
 
 def use_tiers(at: SchedulerHarness, memory: list[Record], cold: list[Record], **limits: int) -> None:
@@ -89,7 +90,9 @@ class TestOneFetchForOnePrefix:
         assert [at.side.matched_tokens(name, 160) for name in others] == [0] * 31
         assert at.store.calls["stage"] == 1
         at.no_leases()
-        assert not any(at.state(name).closed or at.state(name).is_asking for name in names), "no miss, no more asking"
+        assert not any(at.state(name).no_more_hits or at.state(name).is_polled for name in names), (
+            "no miss, no more asking"
+        )
         assert at.side.meters.get("connector_requests_followed") == 31
         assert not any(name.startswith("connector_misses") for name in at.side.meters.snapshot())
 
@@ -269,24 +272,26 @@ class TestCeiling:
 
     def test_of_a_slow_engine(self) -> None:
         """As long as computing takes, within the setting; the setting alone while nothing is known."""
-        admission = Admission()
-        assert admission.ceiling_s(0, 4096, most_s=10.0) == 10.0
+        costs = Costs()
+        policy = HitPolicy(costs)
+        assert policy.ceiling_s(0, 4096, most_s=10.0) == 10.0
         for size in (512, 1024, 2048, 4096):
-            admission.prefill.observe([(0, size)], size * 1e-3)
-        assert admission.ceiling_s(0, 4096, most_s=10.0) == pytest.approx(4.1, rel=0.05)
-        assert admission.ceiling_s(3072, 4096, most_s=10.0) == pytest.approx(1.0, rel=0.1)
-        assert admission.ceiling_s(0, 4096, most_s=2.0) == 2.0
-        assert admission.ceiling_s(0, 16, most_s=10.0) == 0.8
+            costs.prefill.observe([(0, size)], size * 1e-3)
+        assert policy.ceiling_s(0, 4096, most_s=10.0) == pytest.approx(4.1, rel=0.05)
+        assert policy.ceiling_s(3072, 4096, most_s=10.0) == pytest.approx(1.0, rel=0.1)
+        assert policy.ceiling_s(0, 4096, most_s=2.0) == 2.0
+        assert policy.ceiling_s(0, 16, most_s=10.0) == 0.8
 
     def test_of_an_engine_that_loads_always(self) -> None:
         """Neither the time nor the length of a hit depends on what computing it would cost."""
-        admission = Admission(always=True)
+        costs = Costs()
+        policy = HitPolicy(costs, always=True)
         for size in (512, 1024, 2048, 4096):
-            admission.prefill.observe([(0, size)], size * 1e-6)
-        admission.on_loaded(1 << 20, 100.0, now_s=0.0)
-        assert admission.ceiling_s(0, 4096, most_s=10.0) == 10.0
+            costs.prefill.observe([(0, size)], size * 1e-6)
+        costs.loads.observe(1 << 20, 100.0, now_s=0.0)
+        assert policy.ceiling_s(0, 4096, most_s=10.0) == 10.0
         lookup = Lookup(4096, (), offers=(Offer(4096, {"s3": 1 << 20}),))
-        assert admission.choose(lookup, 0, now_s=0.0).resume_tokens == 4096
+        assert policy.choose(lookup, 0, now_s=0.0).resume_tokens == 4096
 
     def test_what_has_come_at_the_deadline_is_used(self, tmp_path: Path) -> None:
         """The cold tier delivers the first pages and then hangs: the hit ends there, and the request goes on."""
@@ -321,7 +326,7 @@ def test_a_lease_that_the_service_lost_is_staged_anew(at: SchedulerHarness) -> N
     at.bridge.run(lambda store: store.inner.release(lease))
     fetch.renewed_s -= 15
     assert at.side.matched_tokens("a", 0) == 160, "the renewal is on its way"
-    eventually(lambda: fetch.lost)
+    eventually(lambda: fetch.lease_lost)
     assert at.ask("a") == 160
     assert at.store.calls["stage"] == 2
     assert at.store.num_leases == 1

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.connector import KVStoreConnector
 from connector.jobs import AuditJob, LoadPiece, StepJobs
-from connector.scheduler.side import StepFacts
+from connector.scheduler.facts import StepFacts
+from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
 from tests.unit.connector.rank_harness import SOURCE, Make, Rank
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
@@ -85,7 +85,7 @@ def test_an_error_of_the_audit_ends_no_trial(tmp_path: Path, monkeypatch: pytest
         assert at.ask("b") == 0
 
 
-@pytest.mark.parametrize("where", ["_lookups._outcomes.hit", "_timing.on_load_ordered", "_lookups.admitted"])
+@pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
 def test_an_error_in_an_admission(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """vLLM waits for the load from here on: the ranks are told to report it as failed, and it is asked for no more."""
     connector = KVStoreConnector.__new__(KVStoreConnector)
@@ -116,7 +116,7 @@ def test_an_error_at_the_end_of_a_request(at: SchedulerHarness) -> None:
     at.keep("a", 170)
     at.state("a").lookup = None
     assert at.ask("a") == 160
-    at.state("a").present.clear()
+    at.state("a").stored_groups.clear()
     with pytest.raises(ZeroDivisionError):
         at.side.on_finished("a", 170, [range(1, 12)])
     assert not at.side.has_pending_saves

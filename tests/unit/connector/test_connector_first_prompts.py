@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import connector.scheduler.opening
+import connector.scheduler.namespace
 from kvstore.errors import Unavailable
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import WEIGHTS, bridge_to_memory, eventually
@@ -72,7 +72,7 @@ def test_a_service_that_is_down_costs_nothing(tmp_path: Path) -> None:
         bridge.store.errors["open_namespace"] = Unavailable("the service is not reachable")
         at = SchedulerHarness(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000})
         eventually(lambda: bridge.store.calls["open_namespace"])
-        eventually(lambda: not at.side.opening.is_coming)
+        eventually(lambda: not at.side.namespace.is_expected)
         at.new("first", 170)
         assert at.side.matched_tokens("first", 0) == 0
         del bridge.store.errors["open_namespace"]
@@ -85,14 +85,14 @@ def test_a_service_that_is_down_costs_nothing(tmp_path: Path) -> None:
 
 def test_weights_that_take_long_to_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest that was kept is waited for; one that takes minutes is not."""
-    monkeypatch.setattr(connector.scheduler.opening, "_DIGEST_S", 0.2)
+    monkeypatch.setattr(connector.scheduler.namespace, "_DIGEST_S", 0.2)
     digested = threading.Event()
 
     def digest(*_: object) -> str:
         assert digested.wait(10)
         return WEIGHTS
 
-    monkeypatch.setattr(connector.scheduler.opening, "find_weights_id", digest)
+    monkeypatch.setattr(connector.scheduler.namespace, "find_weights_id", digest)
     with bridge_to_memory() as bridge:
         at = SchedulerHarness(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000, "weights_id": None})
         at.new("first", 170)

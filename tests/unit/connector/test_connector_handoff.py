@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from connector.handoff import Handoff, read_handoff, wants_receipt, write_receipt
-from connector.scheduler.saves import Offer
+from connector.request_parameters import Handoff, read_handoff, wants_receipt, write_receipt
+from connector.scheduler.facts import StateOffer
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, eventually
-from tests.unit.connector.test_connector_group_saves import FULL, STATES
-from tests.unit.connector.test_connector_group_saves import SavesHarness as Saving
+from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
 
 
 def test_a_receipt_is_read_as_it_was_written() -> None:
@@ -119,10 +118,10 @@ def test_a_hole_is_not_promised(tmp_path: Path) -> None:
 
 def test_a_hybrid_promises_a_boundary_with_a_state() -> None:
     """Attention is saved further, but a prompt resumes where there is a state too; without one nowhere."""
-    at = Saving(STATES, FULL, prompt=100)
+    at = SavesHarness(STATES, FULL, prompt=100)
     at.step(100, [], list(range(1, 8)), [])
     assert at.saves.promised_tokens(at.state) == 0
-    at = Saving(STATES, FULL, prompt=100)
-    at.step(64, [], list(range(1, 5)), [], offers=[Offer(0, 21, 64), Offer(2, 22, 64)])
+    at = SavesHarness(STATES, FULL, prompt=100)
+    at.step(64, [], list(range(1, 5)), [], offers=[StateOffer(0, 21, 64), StateOffer(2, 22, 64)])
     at.step(100, [], list(range(1, 8)), [])
     assert at.saves.promised_tokens(at.state) == 64

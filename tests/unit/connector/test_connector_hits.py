@@ -108,7 +108,7 @@ def test_a_request_that_stood_in_the_queue_is_looked_up_again(at: SchedulerHarne
     at.new("a", 170)
     at.hashed("a")
     at.keep("a", 170)
-    at.state("a").looked_s -= 3.0
+    at.state("a").lookup_started_s -= 3.0
     assert at.ask("a") == 160
     assert at.store.calls["lookup"] == 2
 
@@ -258,7 +258,7 @@ def test_a_hit_is_counted_once_it_is_loaded(at: SchedulerHarness, how: str, hits
     at.finished("a", failed=how == "failed")
     assert at.side.meters.get("connector_hits") == hits
     assert at.side.meters.get("connector_external_tokens") == 128 * hits
-    assert at.side.meters.get("connector_records_staged", tier="memory") == 6 * hits
+    assert at.side.meters.get("connector_staged_records", tier="memory") == 6 * hits
 
 
 def test_a_hit_of_which_nothing_came_is_no_shorter_hit(at: SchedulerHarness) -> None:

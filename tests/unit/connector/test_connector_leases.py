@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from connector.adapters import Adapters
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.admission import Admission
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.lookups import Lookups
-from connector.scheduler.outcomes import Outcomes
+from connector.scheduler.costs import Costs
+from connector.scheduler.hits import Hits
+from connector.scheduler.outcomes import OutcomeReporter
+from connector.scheduler.requests import RequestState
 from connector.settings import ConnectorSettings
+from connector.weights import Adapters
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
@@ -119,31 +120,30 @@ def test_a_closed_store(at: SchedulerHarness) -> None:
 
 
 class LookupsHarness:
-    """`Lookups` alone, on a clock that the test moves."""
+    """`Hits` alone, on a clock that the test moves."""
 
     def __init__(self, at: SchedulerHarness) -> None:
         self.clock, self.at, self.meters = ManualClock(), at, Meters()
         settings = ConnectorSettings(lookup_timeout_ms=5000, max_wait_ms=2000)
-        self.lookups = Lookups(
+        self.hits = Hits(
             at.bridge,
             settings,
-            step_tokens=BLOCK,
-            layout=at.shape.layout,
-            admission=Admission(),
-            adapters=Adapters(Path("/nowhere")),
-            outcomes=Outcomes(at.bridge, at.shape.layout),
-            meters=self.meters,
-            clock=self.clock,
+            at.facts,
+            at.shape,
+            costs=Costs(),
+            adapters=Adapters(Path("/nowhere"), {}, self.meters),
+            outcomes=OutcomeReporter(at.bridge, at.shape.layout),
+            instruments=Instruments(self.clock, self.meters),
         )
         self.state = RequestState("a", tokens_of("a", 170), PrefixChain(BLOCK))
 
     @property
     def namespace(self) -> bytes:
-        assert self.at.side.opening.namespace is not None
-        return self.at.side.opening.namespace
+        assert self.at.side.namespace.id is not None
+        return self.at.side.namespace.id
 
     def hit(self) -> int | None:
-        return self.lookups.hit(self.state, self.namespace, 0)  # type: ignore[arg-type]
+        return self.hits.poll(self.state, self.namespace, 0)  # type: ignore[arg-type]
 
     def staged(self) -> None:
         eventually(lambda: self.hit() == 160)
@@ -158,7 +158,7 @@ def test_lease_is_renewed_by_asking(at: SchedulerHarness) -> None:
         leases.clock.now_s += after_s
         assert leases.hit() == 160
         eventually(lambda renewals=renewals: at.store.calls["renew"] == renewals)
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)
 
 
 def test_admission_renews_the_lease(at: SchedulerHarness) -> None:
@@ -180,7 +180,7 @@ def test_lease_of_a_forgotten_hit(at: SchedulerHarness) -> None:
     leases.staged()
     assert at.store.calls["stage"] == 2
     eventually(lambda: at.store.num_leases == 1)
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)
 
 
 def test_lookup_timeout_counts_from_the_first_question(at: SchedulerHarness) -> None:
@@ -188,7 +188,7 @@ def test_lookup_timeout_counts_from_the_first_question(at: SchedulerHarness) -> 
     at.keep("a", 170)
     at.store.held.add("lookup")
     leases = LookupsHarness(at)
-    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
+    leases.hits.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     leases.clock.now_s += 50
     assert leases.hit() is None
     leases.clock.now_s += 4.9
@@ -196,7 +196,7 @@ def test_lookup_timeout_counts_from_the_first_question(at: SchedulerHarness) -> 
     leases.clock.now_s += 0.2
     assert leases.hit() == 0
     assert leases.meters.get("connector_misses", reason="lookup_timeout") == 1
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)
 
 
 def test_stage_has_a_ceiling(at: SchedulerHarness) -> None:
@@ -218,7 +218,7 @@ def test_steps_longer_than_an_answer_is_fresh(at: SchedulerHarness) -> None:
     """An engine whose steps take seconds asks that rarely: a question put when it asked is answered the next time."""
     at.keep("a", 170)
     leases = LookupsHarness(at)
-    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
+    leases.hits.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     for _ in range(4):
         eventually(lambda: leases.state.lookup is not None and leases.state.lookup.done())
         leases.clock.now_s += 2.5
@@ -227,4 +227,4 @@ def test_steps_longer_than_an_answer_is_fresh(at: SchedulerHarness) -> None:
             break
     assert leases.state.fetch is not None
     assert at.store.calls["lookup"] == 2
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from connector.request_flags import RequestFlags
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.facts import PromptFacts
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -156,12 +156,12 @@ def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
 def test_cheaper_to_compute_has_its_numbers(at: SchedulerHarness) -> None:
     """Both times are told, and how much there was."""
     at.keep("a", 170)
-    at.side._admission.prefill.observe([(0, 128)], 0.0001)
+    at.side.costs.prefill.observe([(0, 128)], 0.0001)
     for size in (128, 256, 384, 512) * 4:
-        at.side._admission.prefill.observe([(0, size)], size * 1e-6)
+        at.side.costs.prefill.observe([(0, size)], size * 1e-6)
     for num_bytes in (1000, 10_000, 100_000) * 3:
         staged = Staged(LeaseId(bytes(16)), 64, sources={"memory": 1}, num_bytes=num_bytes)
-        at.side._admission.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
+        at.side.costs.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
     at.new("a", 170)
     assert at.ask("a") == 0
     told = explained(at, "a")

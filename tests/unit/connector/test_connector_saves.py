@@ -10,8 +10,7 @@ import pytest
 
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.saves import Offer
-from connector.scheduler.side import PromptFacts, StepFacts
+from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from tests.unit.connector.scheduler_harness import BLOCK_BYTES, SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
@@ -105,7 +104,7 @@ def test_before_the_prompt_is_hashed(at: SchedulerHarness) -> None:
 def test_what_is_offered_once_is_not_computed_before_the_prompt_is_hashed(tmp_path: Path, fleeting: GroupFacts) -> None:
     """Also where nothing is looked up for it: an engine that only saves computes a short prompt in its first step."""
     with harness(tmp_path, {"groups": (fleeting, FULL)}, mode="save") as at:
-        offers = [Offer(feed, 7, 160) for feed in fleeting.feed_groups]
+        offers = [StateOffer(feed, 7, 160) for feed in fleeting.feed_groups]
         with at.bridge.stopped():
             state = at.new("a", 170)
             assert at.side.matched_tokens("a", 0) is None
@@ -122,7 +121,7 @@ def test_a_prompt_that_cannot_be_hashed_in_time_is_computed(tmp_path: Path) -> N
     with harness(tmp_path, {"groups": (STATES, FULL)}, mode="save", lookup_timeout_ms=20) as at, at.bridge.stopped():
         at.new("a", 170)
         assert at.ask("a") == 0
-        assert stops(at.step({"a": 170}, offers={"a": [Offer(0, 7, 160)]})) == []
+        assert stops(at.step({"a": 170}, offers={"a": [StateOffer(0, 7, 160)]})) == []
         assert at.side.meters.get("connector_saves", outcome="not_hashed") == 1
 
 
@@ -181,7 +180,7 @@ def test_a_page_that_never_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture
         at.new("a", 128)
         at.hashed("a")
         assert at.step({"a": 128}).saves == ()
-        assert at.side.room.needed_bytes == 2 * PAGE_BYTES
+        assert at.side.budget.needed_bytes == 2 * PAGE_BYTES
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "never saved" in said and 'set "pinned_bytes":"1MiB" or more' in said
     with harness(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
@@ -222,7 +221,7 @@ def test_a_failed_save_ends_its_request_s_saves(at: SchedulerHarness) -> None:
     jobs = at.step({"a": 64, "b": 64}).saves
     at.ranks_done(jobs[0].job_id, jobs[1].job_id, failed=(jobs[0].job_id,))
     assert [job.start_tokens for job in at.step({"a": 170, "b": 170}).saves] == [64, 128]
-    assert at.side.status()["saves_in_flight"] == 2
+    assert len(at.side.save_jobs) == 2
 
 
 def test_reports_of_unknown_jobs(at: SchedulerHarness) -> None:
@@ -244,7 +243,7 @@ def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
         at.hashed("a", "b")
         with pytest.raises(KeyError):
             at.side.plan_step(StepFacts({"a": 64, "b": 64}, {"a": [range(1, 5)]}))
-        assert at.side.status()["saves_in_flight"] == 0
+        assert len(at.side.save_jobs) == 0
         at.new("c", 64)
         at.hashed("c")
         jobs = at.step({"c": 64})
@@ -262,7 +261,7 @@ def test_a_chain_out_of_order_saves_nothing(at: SchedulerHarness) -> None:
     state.chain.boundaries.insert(1, state.chain.boundaries[1])
     with pytest.raises(AssertionError):
         at.step({"a": 170})
-    assert at.side.status()["saves_in_flight"] == 0
+    assert len(at.side.save_jobs) == 0
 
 
 @pytest.fixture
@@ -325,7 +324,7 @@ def test_a_rank_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     ):
         at.store.held.clear()
         neither_hits_nor_saves(at)
-        assert at.side.status()["refused"] == "rank 1: unknown cache layout"
+        assert at.side.namespace.refusal == "rank 1: unknown cache layout"
         assert at.store.calls["open_namespace"] == 0
     assert len([record for record in caplog.records if "not cached" in record.message]) == 1
 
@@ -339,13 +338,13 @@ def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
     with unready_harness(tmp_path) as at:
         at.store.errors["open_namespace"] = error
         at.store.held.clear()
-        assert str(error) in eventually(lambda: at.side.status()["refused"])
+        assert str(error) in eventually(lambda: at.side.namespace.refusal)
         neither_hits_nor_saves(at)
 
 
 def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that starts before its service is cached once the service is there."""
-    monkeypatch.setattr("connector.scheduler.opening._OPEN_RETRY_S", 0.01)
+    monkeypatch.setattr("connector.scheduler.namespace._OPEN_RETRY_S", 0.01)
     with unready_harness(tmp_path) as at:
         at.store.errors["open_namespace"] = Unavailable("not yet")
         at.store.held.clear()
@@ -358,7 +357,7 @@ def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_no_weights(tmp_path: Path) -> None:
     """Without weight files and without an id the engine runs uncached and says what to set."""
     with unready_harness(tmp_path, weights_id=None) as at:
-        assert "set weights_id" in eventually(lambda: at.side.status()["refused"])
+        assert "set weights_id" in eventually(lambda: at.side.namespace.refusal)
         neither_hits_nor_saves(at)
         assert at.store.calls["open_namespace"] == 0
 
@@ -371,7 +370,7 @@ def test_weights_are_digested_off_the_engine_s_thread(tmp_path: Path, monkeypatc
         assert gate.wait(10)
         return "digest"
 
-    monkeypatch.setattr("connector.scheduler.opening.find_weights_id", slow)
+    monkeypatch.setattr("connector.scheduler.namespace.find_weights_id", slow)
     with unready_harness(tmp_path, weights_id=None, lookup_timeout_ms=10) as at:
         at.store.held.clear()
         neither_hits_nor_saves(at)
@@ -387,4 +386,4 @@ def test_shutdown_twice(at: SchedulerHarness) -> None:
     at.side.shutdown()
     at.no_leases()
     at.side.shutdown()
-    assert at.side.status()["requests"] == 0
+    assert len(at.side.requests) == 0

@@ -66,7 +66,7 @@ def test_an_answer_that_does_not_restore_the_prompt(
         assert at.ask("a") == 0
     at.no_leases()
     assert at.side.meters.get("connector_misses", reason="stage_failed") == 1
-    assert "does not restore the prompt" in caplog.text
+    assert "do not restore the prompt" in caplog.text
 
 
 def test_an_answer_that_does(at: SchedulerHarness) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
-from connector import vllm_facts
-from connector.connector import KVStoreConnector, _RankProof, _StepMetadata
 from connector.jobs import SaveJob, StepJobs
+from connector.vllm import engine_facts
+from connector.vllm.connector import KVStoreConnector, _RankProof, _StepMetadata
 from kvstore.model.keys import NamespaceId, PrefixHash
 from tests.unit.connector.scheduler_harness import harness
 
@@ -138,7 +138,7 @@ def test_a_configuration_that_is_not_as_it_was(
     def changed(*_: Any) -> Any:
         raise AttributeError("no attribute 'tensor_parallel_size'")
 
-    monkeypatch.setattr("connector.connector.read_facts", changed)
+    monkeypatch.setattr("connector.vllm.connector.read_facts", changed)
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both")
     rank = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.WORKER, SimpleNamespace())
     assert rank.worker_side is None and rank.get_handshake_metadata() is None
@@ -147,5 +147,5 @@ def test_a_configuration_that_is_not_as_it_was(
 
 def test_the_hashs_tokens_are_read_from_every_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """`KVCacheConfig` tells them since 0.32 only; what vLLM itself computes them with tells them in all."""
-    monkeypatch.setattr(vllm_facts, "resolve_kv_cache_block_sizes", lambda kv_cache, vllm: (640, 128))
-    assert vllm_facts.hash_block_tokens(SimpleNamespace(), SimpleNamespace()) == 128
+    monkeypatch.setattr(engine_facts, "resolve_kv_cache_block_sizes", lambda kv_cache, vllm: (640, 128))
+    assert engine_facts.hash_block_tokens(SimpleNamespace(), SimpleNamespace()) == 128

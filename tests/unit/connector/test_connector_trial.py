@@ -12,10 +12,10 @@ import pytest
 
 from connector.identity import describe_namespace
 from connector.jobs import AuditJob, RankReport
-from connector.losses import Lost
+from connector.losses import LossReason
 from connector.scheduler.audits import TRIAL_POINTS
-from connector.scheduler.side import StepFacts
-from connector.scheduler.watchdog import Watchdog
+from connector.scheduler.facts import StepFacts
+from connector.scheduler.save_jobs import Watchdog
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import make_facts, make_shape
 
@@ -137,7 +137,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
     unpinned: list[int] = []
     with harness(tmp_path) as made:
         clock = Clock()
-        made.side._watchdog = Watchdog(made.side.saves, clock)
+        made.side._watchdog = Watchdog(made.side.save_jobs, clock)
         made.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
         made.new("a", 64)
         made.hashed("a")
@@ -149,7 +149,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
         clock.now_s = 61.0
         made.step()
         assert sorted(unpinned) == [1, 2, 3, 4] and not made.side.has_pending_saves
-        assert "nothing is saved any more" in caplog.text
+        assert "saving has ended on this engine" in caplog.text
         made.ranks_done(job.job_id)
         made.new("b", 64)
         made.hashed("b")
@@ -164,9 +164,9 @@ def test_saves_that_are_answered_in_time() -> None:
     clock, oldest, abandoned = Clock(), [0], []  # type: ignore[var-annotated]
 
     class Answered:
-        oldest_job_id = property(lambda self: oldest[0])
+        oldest_id = property(lambda self: oldest[0])
 
-        def abandon(self, reason: Lost) -> int:
+        def abandon(self, reason: LossReason) -> int:
             abandoned.append(oldest[0])
             return 1
 

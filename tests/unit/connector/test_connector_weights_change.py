@@ -70,7 +70,7 @@ def test_detached_until_a_new_id(at: SchedulerHarness, id_file: Path) -> None:
     nothing_is_cached(at, "still between")
     at.side.reset_cache(is_empty=True)
     at.become_ready()
-    assert at.side.opening.namespace == namespace(at, "step-2") != namespace(at, WEIGHTS)
+    assert at.side.namespace.id == namespace(at, "step-2") != namespace(at, WEIGHTS)
     at.new("after", 170, "a")
     assert at.ask("after") == 0  # what the old weights made is another namespace's
     at.hashed("after")
@@ -157,7 +157,7 @@ def test_an_engine_that_holds_blocks_stays_detached(at: SchedulerHarness, id_fil
     nothing_is_cached(at, "a")
     at.side.reset_cache(is_empty=True)
     at.become_ready()
-    assert at.side.opening.namespace == namespace(at, "step-2")
+    assert at.side.namespace.id == namespace(at, "step-2")
 
 
 def test_each_id_is_taken_once(at: SchedulerHarness, id_file: Path) -> None:
@@ -170,14 +170,14 @@ def test_each_id_is_taken_once(at: SchedulerHarness, id_file: Path) -> None:
     write(id_file, "step-2")  # said again: nothing has changed after all
     at.side.reset_cache(is_empty=True)
     at.become_ready()
-    assert at.side.opening.namespace == namespace(at, "step-2")
+    assert at.side.namespace.id == namespace(at, "step-2")
 
 
 def test_a_file_of_an_earlier_run_is_not_read(tmp_path: Path, id_file: Path) -> None:
     """The engine has the weights of the model's files when it starts, whatever a trainer wrote last week."""
     write(id_file, "step-400")
     with harness(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as at:
-        assert at.side.opening.namespace == namespace(at, WEIGHTS)
+        assert at.side.namespace.id == namespace(at, WEIGHTS)
         at.side.reset_cache(is_empty=True)
         nothing_is_cached(at, "a")
 
@@ -212,4 +212,4 @@ def test_a_change_while_the_first_id_is_opened(tmp_path: Path, id_file: Path) ->
         write(id_file, "step-3")
         at.side.reset_cache(is_empty=True)
         at.become_ready()
-        assert at.side.opening.namespace == namespace(at, "step-3")
+        assert at.side.namespace.id == namespace(at, "step-3")
