@@ -156,7 +156,7 @@ def _redis(plan: Plan, say: Say) -> list[Row]:
 
         from kvstore.tiers.redis import RedisTier
 
-        tier = RedisTier.from_url(url)
+        tier = RedisTier(url)
         try:
             rows = await store_rows(TierStore(tier), peer, plan, say)
         finally:
