@@ -1,4 +1,4 @@
-"""The copiers, held to the contract: in host memory, with streams, on a simulated device, on a GPU where there is one."""
+"""The copiers, held to the contract: in host memory, with streams, on a simulated device, on a GPU if there is one."""
 
 from __future__ import annotations
 
