@@ -15,7 +15,7 @@ import torch
 from connector.device.host_memory import near_processors, pin_near
 from kvstore.errors import InvalidRequest
 
-__all__ = ["DONE", "CudaStreams", "Event", "InlineStreams", "Stream", "Streams", "has_gpu", "open_streams"]
+__all__ = ["DONE", "CudaStreams", "Event", "InlineStreams", "Stream", "Streams", "open_streams"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU of the process."""
@@ -91,11 +91,6 @@ class Streams(Protocol):
             InvalidRequest: There is not enough memory.
         """
         ...
-
-
-def has_gpu() -> bool:
-    """Whether this process can use one."""
-    return torch.cuda.is_available()
 
 
 def open_streams(device: torch.device) -> Streams:

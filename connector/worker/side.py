@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -207,10 +206,6 @@ class WorkerSide:
         if self.auditor is not None and (audited := self.auditor.take_report()) is not None:
             report = (report or RankReport()).merge(audited)
         return report
-
-    def status(self) -> Mapping[str, Any]:
-        """Plain values for people and tests."""
-        return {"refusal": self.refusal, **self.meters.snapshot()}
 
     def drain(self) -> None:
         """Wait, within a time limit, until nothing reads from the blocks or writes to them."""
