@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import Fence
 from connector.device.cpu import CpuCopier
 from connector.device.gpu import StreamCopier, StreamDevice
-from connector.device.streams import CudaStreams, InlineStreams
+from connector.device.streams import CudaStreams
 from tests.unit.connector.device_contract import BlockCopierContract
 from tests.unit.connector.simulated_streams import SimulatedStreams
 

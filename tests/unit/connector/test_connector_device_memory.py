@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.device.host_memory import HostPages, PageShare, near_processors, pin_near
+from connector.device.host_memory import HostPages, near_processors, pin_near
 from kvstore.errors import InternalError
 
 KIB = 1 << 10
@@ -90,28 +90,25 @@ def test_saves_that_fit_by_their_bytes_find_a_place() -> None:
                         pages.put(page)
 
 
-def test_a_share_has_a_limit_of_its_own() -> None:
-    """One user's limit leaves the rest to others, and says when half of it is in use."""
-    pages = pages_of(64 * KIB)
-    mine, others = PageShare(pages, 8 * KIB), PageShare(pages, 56 * KIB)
-    held = [mine.take(4 * KIB)]
-    assert mine.is_half_used
-    held.append(mine.take(4 * KIB))
-    assert mine.take(1) is None
-    assert others.take(48 * KIB) is not None
+def test_a_limit_leaves_memory_for_gaps() -> None:
+    """Above the limit nothing is taken, though there is memory; half of the limit in use is reported."""
+    pages = HostPages(torch.zeros(64 * KIB, dtype=torch.uint8), limit_bytes=8 * KIB)
+    held = [pages.take(4 * KIB)]
+    assert pages.is_half_used
+    held.append(pages.take(4 * KIB))
+    assert pages.take(1) is None
     for page in held:
         assert page is not None
-        mine.put(page)
-    assert (mine.used_bytes, mine.is_half_used) == (0, False)
+        pages.put(page)
+    assert (pages.used_bytes, pages.is_half_used) == (0, False)
 
 
-def test_a_share_of_full_memory() -> None:
-    """Where others hold the memory, nothing is counted for what could not be had."""
+def test_full_memory_counts_nothing() -> None:
+    """A page that cannot be had is not counted as used."""
     pages = pages_of(4 * KIB)
-    mine = PageShare(pages, 4 * KIB)
-    assert pages.take(4 * KIB) is not None
-    assert mine.take(KIB) is None
-    assert mine.used_bytes == 0
+    assert pages.take(3 * KIB) is not None
+    assert pages.take(2 * KIB) is None
+    assert pages.used_bytes == 3 * KIB
 
 
 # ---- pinned memory
