@@ -246,7 +246,7 @@ def _shower(bar: Bar, word: str) -> Callable[[Progress], None]:
 
 
 def _as_json(state: State) -> dict[str, object]:
-    return {**asdict(state), "phase": state.phase.value, "next": _NEXT[state.phase]}
+    return {**state.model_dump(mode="json"), "next": _NEXT[state.phase]}
 
 
 _NEXT = {
