@@ -328,13 +328,11 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     assert saver is not None and threads is not None
     saver._losses.report = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
     for pool in (threads._spare, threads._normal):
-        pool._used_bytes = pool._limit_bytes  # others hold all of it
+        pool._budget.try_take(pool.usage.limit_bytes)  # others hold all of it
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
     assert told == ["save_busy"]
-    for pool in (threads._spare, threads._normal):
-        pool._used_bytes = 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
