@@ -80,7 +80,9 @@ async def test_peers_that_read_nothing(service: AttackedService, tell: Callable[
                         asked.append(peer)
             ends_s = time.monotonic() + 30
             log = service.folder / "service.log"  # to look at the connections themselves would be to read
-            while (cut_off := log.read_text().count("whose peer does not read")) < len(asked) and time.monotonic() < ends_s:
+            while (cut_off := log.read_text().count("whose peer does not read")) < len(
+                asked
+            ) and time.monotonic() < ends_s:
                 time.sleep(0.5)
             gone.append(cut_off)
 
