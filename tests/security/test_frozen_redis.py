@@ -70,7 +70,8 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
             answers = await asyncio.gather(*(client.get(path) for path in paths))
             waited_s = time.monotonic() - started_s
             assert answers[0].status_code == 503
-            assert "the hot tier does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
+            detail = answers[0].json()["detail"]
+            assert "the hot tier holds the catalog and does not answer" in detail or "not used until" in detail
             assert waited_s < 5.0, attempt
         command = [sys.executable, "-c", "import sys; from kvstore.cli.main import main; sys.exit(main())"]
         command += ["ls", "--admin-url", made.url]
