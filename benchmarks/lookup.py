@@ -129,7 +129,7 @@ async def _time_lookups(
     client: Redis, catalog: RedisCatalog, url: str, num_prompts: int, repetitions: int
 ) -> list[Row]:
     meters = Meters()
-    memory, hot = MemoryTier(64 << 20), RedisTier.from_url(url)
+    memory, hot = MemoryTier(64 << 20), RedisTier(url)
     recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
     store = TieredStore(memory, hot, recorder=recorder, meters=meters)
     rows = []

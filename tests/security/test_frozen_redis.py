@@ -80,7 +80,7 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
         _, said = await process.communicate()
         assert process.returncode != 0
-        assert b"the hot tier does not answer" in said or b"not used until" in said, said
+        assert b"does not answer" in said or b"not used until" in said, said
         assert time.monotonic() - started_s < 15.0  # most of it is the start of Python
         redis.thaw()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.administering import AdminClient
+from kvstore.cli.admin import AdminClient
 from kvstore.client import BlockingStore, ClientOptions, ClientTls
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
@@ -158,7 +158,7 @@ def soon() -> Deadline:
 
 
 async def _over_the_byte_path(url: str) -> None:
-    tier = RedisTier.from_url(url)
+    tier = RedisTier(url)
     try:
         for call in (
             lambda: tier.get(make_key(1), deadline=soon()),
