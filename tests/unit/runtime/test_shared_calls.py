@@ -14,7 +14,7 @@ from kvstore.runtime.shared_calls import Batches, SingleFlight
 
 
 class Work:
-    """Work that counts its starts and cancels and ends when it is let go."""
+    """Work that counts its starts and cancels and ends when its gate opens."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.starts = 0
@@ -96,7 +96,7 @@ async def test_one_asker_leaves_and_the_others_stay(background: Background) -> N
 
 
 async def test_the_last_asker_ends_the_flight(background: Background) -> None:
-    """When everybody has left the work is cancelled, and whoever asks next starts anew."""
+    """When all callers have left, the work is cancelled, and the next caller starts it again."""
     flights: SingleFlight[str, int] = SingleFlight(background)
     work = Work()
     tasks = await asked(flights, work, "a", "a")
@@ -140,7 +140,7 @@ class Calls:
 
 
 async def test_what_comes_during_a_call_goes_with_the_next() -> None:
-    """One call carries the first item, the next one all that came meanwhile, within the limit of a call."""
+    """One call carries the first item, the next one all that came during it, within the limit of a call."""
     call, owner = Calls(), Background("test")
     batches = Batches(call, owner, items_max=5)
     call.gate.clear()
@@ -188,7 +188,7 @@ async def test_a_deadline_and_a_cancel_cost_one_caller_only() -> None:
 
 
 async def test_closing_the_owner_answers_all() -> None:
-    """The owner ends while a call is under way and others wait: every caller is told."""
+    """The owner ends while a call is under way and others wait: every caller gets `Closed`."""
     call, owner = Calls(), Background("test")
     batches = Batches(call, owner, items_max=1)
     call.gate.clear()

@@ -1,4 +1,4 @@
-"""What bad peers send to a live service: their connection ends with a reason, and nobody else notices."""
+"""Bad peers at a live service: their connection ends with a reason, and no other peer notices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = Prompt(ATTENTION, "bad peers", 64)
 
 
 class Peer:
-    """A raw connection that says what it is told."""
+    """A raw connection that sends given bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -158,7 +158,7 @@ async def test_requests_before_the_hello_are_refused(server: Server, bystander: 
 
 
 async def test_silent_peers_are_not_kept(server: Server, bystander: RemoteStore) -> None:
-    """A peer that connects and says nothing, or half a hello, is told so and let go."""
+    """A peer that connects and sends nothing, or half a hello, gets the reason, and its connection ends."""
     for begin in (b"", HELLO[:20]):
         async with peer_of(server, greeted=False) as peer:
             peer.send(begin)
@@ -199,7 +199,7 @@ async def test_saves_beyond_the_credit_are_refused(server: Server, store: DictSt
 
 
 async def test_request_ids_in_use_are_refused(server: Server, store: DictStore, bystander: RemoteStore) -> None:
-    """Two running requests with one id could not be told apart."""
+    """Two running requests with one id could not be distinguished."""
     store.gate.clear()
     async with peer_of(server) as peer:
         peer.send(frame({"type": "status", "id": 1, "deadline_ms": 1000}) * 2)
@@ -243,7 +243,7 @@ async def test_who_asks_and_takes_no_answer_is_let_go(
 
 
 async def test_cancelled_requests_are_answered_once(server: Server, store: DictStore, bystander: RemoteStore) -> None:
-    """Cancelled in the same packet and later; unknown ids are ignored, and the connection goes on."""
+    """Cancelled in the same packet and later; unknown ids are ignored, and the connection stays."""
     store.gate.clear()
     async with peer_of(server) as peer:
         cancel = frame({"type": "cancel", "id": 1}) + frame({"type": "cancel", "id": 77})
