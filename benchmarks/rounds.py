@@ -26,9 +26,9 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.policy_choice import FixedChoice
-from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules
+from kvstore.store.retention.owner import RetentionOwner
+from kvstore.store.retention.plan import RetentionRules
+from kvstore.store.retention.policy_choice import FixedChoice
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.records import NAMESPACE
 from kvstore.tiers.memory import MemoryTier
@@ -151,7 +151,7 @@ async def _round(num_entries: int, policy: str) -> Row:
     tier = _Nothing(1 << 20)
     deadline = Deadline.after(600.0)
     await catalog.register(NAMESPACE, _LAYOUT, "", deadline=deadline)
-    retention = Retention(
+    retention = RetentionOwner(
         tier,
         Level.COLD,
         catalog,

@@ -14,7 +14,7 @@ from kvstore.catalog.entry import PINNED_AT, Level
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.store.verification import ByteRate
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.gather import gather_all
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name

@@ -15,7 +15,7 @@ from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.store.verification import ByteRate
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from migrations.copying import Copier, Progress
 from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name

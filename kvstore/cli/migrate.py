@@ -22,14 +22,13 @@ from kvstore.cli.options import Config, parse_size
 from kvstore.cli.quieting import quieted
 from kvstore.cli.store_in_use import ServiceUrl, store_in_use
 from kvstore.cli.tables import print_table
-from kvstore.compose import open_catalog, open_tier
-from kvstore.compose_retention import open_ownership
+from kvstore.compose import open_catalog, open_ownership, open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.settings import Settings
-from kvstore.store.key_ledger import KeyLedger
-from kvstore.store.key_ring import KeyRing, open_key_source
-from kvstore.store.verification import ByteRate
+from kvstore.store.encryption.key_ledger import KeyLedger
+from kvstore.store.encryption.key_ring import KeyRing, open_key_source
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 from migrations.copying import Progress

@@ -28,7 +28,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
-from kvstore.store.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
 

@@ -108,7 +108,7 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Finding]:
     num_late = sum(late.values())
     if num_requests < _LATE_REQUESTS_MIN or num_late < _LATE_SHARE * num_requests:
         return
-    from kvstore.store.reasons import REASONS  # with what it stands on, which probes need not load
+    from kvstore.store.explain.reasons import REASONS  # with what it stands on, which probes need not load
 
     worst = max(late, key=lambda word: late[word])
     what = f"{num_late:,} of the last {num_requests:,} requests found no answer in time ({worst}: {REASONS[worst].why})"

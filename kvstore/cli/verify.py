@@ -22,7 +22,7 @@ from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.store.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
+from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, parse_cold, parse_hot
 

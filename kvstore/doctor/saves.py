@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvstore.doctor.finding import Finding, ok, skipped, warning
-from kvstore.store.reasons import REASONS, UNKNOWN
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
 
 __all__ = ["fixes_of", "judge_saves", "told_of"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import uvloop
 
 from kvstore.client.embedded import default_directory, private_socket_path
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.credentials import CredentialsFile

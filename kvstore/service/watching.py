@@ -15,9 +15,9 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.service.credentials import Credentials, CredentialsFile
 from kvstore.service.history import STEP_S, History, Sample
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.reasons import REASONS, UNKNOWN
-from kvstore.store.standing_orders import Retirement
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
+from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["Watcher"]
@@ -176,7 +176,7 @@ class Watcher:
             self._events.tell(EventKind.SETTINGS, text)
 
     def _ordered(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
-        orders = self._store.operations.orders
+        orders = self._store.operations.operator_rules
         return (orders.quotas, orders.retired) if orders is not None else ({}, {})
 
     def _tell_orders(self) -> None:

@@ -18,16 +18,15 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
-from kvstore.store.absent import AbsentKeys
-from kvstore.store.admission import check_header
-from kvstore.store.cold_admission import ColdAdmission
-from kvstore.store.finisher import Finisher
-from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
-from kvstore.store.placement import UNKNOWN_BYTES, Presence
+from kvstore.store.lookup import AbsentKeys
+from kvstore.store.namespaces import check_header
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, slices_of
 from kvstore.store.recorder import Recorder
-from kvstore.store.slices import slices_of
-from kvstore.store.write_back import WriteBack
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.write_back.finisher import Finisher
+from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
+from kvstore.store.write_back.queue import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.verify import open_off_loop
@@ -88,7 +87,7 @@ class Saver:
         self._clock = clock
         self._in_flight = ByteBudget(limits.save_bytes_in_flight)
         log = pending if cold is not None else None
-        self._journeys = Journeys(log, hot, background=background, meters=meters, limits=limits, clock=clock)
+        self._pending_writes = PendingWrites(log, hot, background=background, meters=meters, limits=limits, clock=clock)
         self._queues = [(tier, self._queue(tier)) for tier in (hot, cold) if tier is not None]
         self._bringing: set[asyncio.Task[None]] = set()
         self._finisher: Finisher | None = None
@@ -98,7 +97,7 @@ class Saver:
                 hot,
                 cold,
                 recorder=recorder,
-                journeys=self._journeys,
+                pending_writes=self._pending_writes,
                 background=background,
                 meters=meters,
                 limits=limits,
@@ -109,7 +108,7 @@ class Saver:
     def _queue(self, tier: Tier) -> WriteBack:
         return WriteBack(
             tier,
-            self._journeys,
+            self._pending_writes,
             is_hot=tier is self._hot,
             background=self._background,
             meters=self._meters,
@@ -135,7 +134,7 @@ class Saver:
             return SaveOutcome.EXISTS
         if record.num_bytes > self._in_flight.limit_bytes:
             return SaveOutcome.FULL
-        if awaited is not None and awaited is self._hot and self._journeys.is_over_limit:
+        if awaited is not None and awaited is self._hot and self._pending_writes.is_over_limit:
             return SaveOutcome.BUSY
         grant = self._in_flight.try_take(record.num_bytes)
         if grant is None:
@@ -221,7 +220,7 @@ class Saver:
         for key, num_bytes, in_hot in wanted:
             if (record := self._memory.peek(key)) is not None:
                 queued.append(queue.offer(record))
-            elif in_hot and self._finisher is not None and key not in self._journeys:
+            elif in_hot and self._finisher is not None and key not in self._pending_writes:
                 queued.append(self._finisher.ask(PendingEntry(key, num_bytes, boundary.tokens)))
         self._meters.add("admitted_later_records", sum(queued))
         if all(queued) and self._admission is not None:
@@ -230,21 +229,21 @@ class Saver:
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
         """Write to the tier that the caller waits for, its pending entry first."""
         key, is_hot = record.key, tier is self._hot
-        self._journeys.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
+        self._pending_writes.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
         is_there = may_be_there = False
         try:
-            noted = await self._journeys.note(key, deadline, is_hot=is_hot)
-            if noted is not Noted.YES:
-                return SaveOutcome.BUSY if noted is Noted.BUSY else SaveOutcome.FULL
+            noted = await self._pending_writes.note(key, deadline, is_hot=is_hot)
+            if noted is not EntryResult.WRITTEN:
+                return SaveOutcome.BUSY if noted is EntryResult.BUSY else SaveOutcome.FULL
             may_be_there = True
             outcome = await tier.put(record, deadline=deadline)
             is_there = may_be_there = outcome is not PutOutcome.FULL
             if is_hot and is_there:
-                await self._journeys.confirm(key, outcome, deadline)
+                await self._pending_writes.confirm(key, outcome, deadline)
             return _OUTCOMES[outcome]
         finally:
             in_cold, maybe_in_cold = not is_hot and is_there, not is_hot and may_be_there
-            self._journeys.end(key, in_hot=is_hot and may_be_there, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
+            self._pending_writes.end(key, in_hot=is_hot and may_be_there, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
 
     def _tier_of(self, ack: Ack) -> Tier | None:
         """The slower tier that a save waits for; `None`: it waits for memory alone."""
@@ -307,13 +306,13 @@ class Saver:
             await asyncio.wait(self._bringing, timeout=deadline.remaining_s)
         for _, queue in self._queues:
             left += await queue.drain(deadline)
-        await self._journeys.drain(deadline)
+        await self._pending_writes.drain(deadline)
         return left
 
     async def aclose(self) -> None:
         """Release unfinished pending entries. The background tasks have ended."""
         with suppress(Closed):
-            await self._journeys.aclose(Deadline.after(_GIVE_BACK_S, self._clock))
+            await self._pending_writes.aclose(Deadline.after(_GIVE_BACK_S, self._clock))
 
 
 _OUTCOMES = {

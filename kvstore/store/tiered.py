@@ -27,27 +27,20 @@ from kvstore.runtime.meters import Meters
 from kvstore.runtime.shares import Shares, share_left
 from kvstore.runtime.tracing import Tracing
 from kvstore.runtime.turns import Turns
-from kvstore.store.absence import AbsenceFinder
-from kvstore.store.absent import AbsentKeys
-from kvstore.store.admission import check_key, check_sizes
-from kvstore.store.catalog_lookup import CatalogLookup
-from kvstore.store.cold_admission import ColdAdmission
-from kvstore.store.explaining import Explainer
-from kvstore.store.lease_sweep import LeaseSweep
-from kvstore.store.leases import LeaseTable
+from kvstore.store.explain.absence import AbsenceFinder
+from kvstore.store.explain.explainer import Explainer
+from kvstore.store.leases import LeaseSweep, LeaseTable
 from kvstore.store.limits import StoreLimits
-from kvstore.store.manifests import Manifests
-from kvstore.store.offers import offers_of
-from kvstore.store.open_namespaces import OpenNamespaces
-from kvstore.store.operations import StoreOperations
-from kvstore.store.placement import UNKNOWN_BYTES, Presence
-from kvstore.store.policy_choice import PolicyChoice
-from kvstore.store.presence import PresenceFinder
-from kvstore.store.promotion import Promotion
+from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
+from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key, check_sizes
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, offers_of
 from kvstore.store.recorder import Recorder
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.retention.operator_rules import OperatorRules
+from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.saving import Saver
-from kvstore.store.stage_run import Holding
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.staging import Holding, Promotion
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
@@ -75,7 +68,7 @@ class TieredStore(PageStore):
         recorder: The way to the catalog, if there is one.
         choice: Told of every lookup, to choose the policy that retention follows.
         admission: Told of every lookup; decides which saves that wait for memory alone the cold tier gets. `None`: all.
-        orders: Knows which weights are retired: nothing of theirs is found. `None`: none.
+        operator_rules: Knows which weights are retired: nothing of theirs is found. `None`: none.
         meters: Where to count.
         events: What happened lately; the code that made the tiers adds to it.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
@@ -97,7 +90,7 @@ class TieredStore(PageStore):
         recorder: Recorder | None = None,
         choice: PolicyChoice | None = None,
         admission: ColdAdmission | None = None,
-        orders: StandingOrders | None = None,
+        operator_rules: OperatorRules | None = None,
         meters: Meters | None = None,
         events: Events | None = None,
         limits: StoreLimits | None = None,
@@ -139,7 +132,7 @@ class TieredStore(PageStore):
             hot, cold, recorder, background=self._background, meters=self.meters, limits=self.limits, clock=clock
         )
         absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
-        self._orders = orders
+        self._operator_rules = operator_rules
         self._explainer = Explainer(absence, clock, self.meters, self._is_retired, background=self._background)
         self.operations = StoreOperations(
             memory,
@@ -149,7 +142,7 @@ class TieredStore(PageStore):
             explainer=self._explainer,
             saver=self._saver,
             meters=self.meters,
-            orders=orders,
+            operator_rules=operator_rules,
             clock=clock,
         )
         self._recorder = recorder
@@ -205,8 +198,8 @@ class TieredStore(PageStore):
         for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
             self._manifests.close(closed)
         self._explainer.know(namespace, description.name)
-        if self._orders is not None:
-            self._orders.know(description)
+        if self._operator_rules is not None:
+            self._operator_rules.know(description)
         if self._recorder is not None:
             self._recorder.register(namespace, layout, description.tenant)
         self._manifests.open(namespace, pack_manifest(description))
@@ -380,7 +373,7 @@ class TieredStore(PageStore):
         """
         tenant = self._namespaces.tenant_of(namespace)
         num_bytes = (num_bytes or UNKNOWN_BYTES) * len(self._slower)
-        quota = self._orders.quotas.get(tenant) if self._orders is not None else None
+        quota = self._operator_rules.quotas.get(tenant) if self._operator_rules is not None else None
         limit_bytes = quota.maximum_bytes if quota is not None else None
         if limit_bytes is not None and self._aside.used_by(tenant) + num_bytes > limit_bytes * _ASIDE_SHARE:
             return False
@@ -465,7 +458,7 @@ class TieredStore(PageStore):
         return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:
-        return self._orders is not None and self._orders.hides(namespace)
+        return self._operator_rules is not None and self._operator_rules.hides(namespace)
 
     def _check_open(self) -> None:
         if self._closed:

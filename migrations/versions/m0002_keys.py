@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvstore.errors import CorruptRecord
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_record
 from kvstore.format.record import Record
-from kvstore.store.key_ring import KeyRing
+from kvstore.store.encryption.key_ring import KeyRing
 from migrations.plan import Rewrite, Step, Verdict
 
 __all__ = ["KeyStep"]

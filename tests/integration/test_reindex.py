@@ -166,7 +166,7 @@ def test_what_redis_forgot_is_found_again(
 
 KILLED = """
 import os, signal, sys
-import kvstore.store.reindexing as reindexing
+import kvstore.store.upkeep.reindexing as reindexing
 from kvstore.cli.main import main
 from kvstore.cli.reindex import _Remembered
 

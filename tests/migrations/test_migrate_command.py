@@ -18,15 +18,14 @@ from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
 from kvstore.cli.migrate import open_runner
-from kvstore.compose import open_catalog, open_tier
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_catalog, open_served_store, open_tier
 from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.names import manifest_name
 from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from migrations.copying import Progress
@@ -378,7 +377,7 @@ async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: 
 
 def test_steps_are_pure_and_in_order(keys: Path) -> None:
     """The first step changes nothing; the second knows what is current, foreign, forged, and what is the same."""
-    from kvstore.store.key_ring import open_key_source
+    from kvstore.store.encryption.key_ring import open_key_source
 
     record = PROMPT.records()[0]
     assert [InitialStep.number, KeyStep.number] == [1, 2]

@@ -10,7 +10,7 @@ from kvstore.catalog.entry import EntryShape, Level
 from kvstore.errors import KVStoreError
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.reindexing import reindex_level
+from kvstore.store.upkeep.reindexing import reindex_level
 from kvstore.testing.prompts import Prompt
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
 from tests.simulation.process import Process
@@ -127,7 +127,7 @@ def under_way(world: World) -> str:
         num_asked = saver._finisher.num_asked if saver._finisher is not None else 0
         if (
             saver._bringing
-            or len(saver._journeys)
+            or len(saver._pending_writes)
             or any(len(queue) for _, queue in saver._queues)
             or num_asked
             or len(service.recorder)

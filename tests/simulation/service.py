@@ -13,16 +13,15 @@ from kvstore.eviction.candidates import AUTO
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.catalogued import CataloguedTier
-from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.limits import StoreLimits
-from kvstore.store.policy_choice import AutoChoice, candidates_of
-from kvstore.store.recorder import Recorder
-from kvstore.store.reindexing import mark_if_empty
-from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules, shares
-from kvstore.store.room import Room
+from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.retention.owner import RetentionOwner
+from kvstore.store.retention.plan import RetentionRules, shares
+from kvstore.store.retention.policy_choice import AutoChoice, candidates_of
 from kvstore.store.tiered import TieredStore
+from kvstore.store.upkeep.reindexing import mark_if_empty
 from kvstore.testing.dict_pending import DictPendingLog
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.wrap import GuardedTier
@@ -125,11 +124,11 @@ class Service:
         rule = self.sizes.admission
         own_rule, below = AdmitAll.name if rule == AUTO else rule, self.recorder.below
         admission = ColdAdmission(own_rule, meters=meters, clock=clock, below=below)
-        choice, room = AutoChoice(candidates_of(AUTO, rule), admission), None
+        choice, budget_gate = AutoChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)
-            room = Room(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
-            retention = Retention(
+            budget_gate = BudgetGate(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
+            retention = RetentionOwner(
                 cold,
                 Level.COLD,
                 catalog,
@@ -139,7 +138,7 @@ class Service:
                 meters=meters,
                 clock=clock,
                 num_refused=lambda: self.recorder.num_refused,
-                room=room,
+                budget_gate=budget_gate,
             )
             stack.push_async_callback(retention.aclose)
             retention.start()
@@ -148,7 +147,7 @@ class Service:
         self.store = self._store_class(
             self.memory,
             CataloguedTier(hot, Level.HOT, self.recorder),
-            CataloguedTier(cold, Level.COLD, self.recorder, room),
+            CataloguedTier(cold, Level.COLD, self.recorder, budget_gate),
             pending=pending,
             recorder=self.recorder,
             choice=choice,

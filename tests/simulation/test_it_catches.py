@@ -13,11 +13,11 @@ from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.leases import LeaseTable
+from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.saving import Saver
 from kvstore.store.tiered import TieredStore
-from kvstore.store.write_back import WriteBack
+from kvstore.store.write_back.queue import WriteBack
 from tests.simulation import tiers
 from tests.simulation.oracle import Violation
 from tests.simulation.world import simulate

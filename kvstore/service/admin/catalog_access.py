@@ -22,7 +22,7 @@ from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.problems import Refused
 from kvstore.service.credentials import Grant
 from kvstore.settings import Settings
-from kvstore.store.operations import StoreOperations
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import RedisLocation
 

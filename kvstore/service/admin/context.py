@@ -18,9 +18,9 @@ from kvstore.service.admin.followers import Followers
 from kvstore.service.admin.job_board import JobBoard
 from kvstore.service.credentials import Grant
 from kvstore.service.history import History
-from kvstore.store.key_ring import Generation
-from kvstore.store.operations import StoreOperations
-from kvstore.store.standing_orders import WEIGHTS_FIELD
+from kvstore.store.encryption.key_ring import Generation
+from kvstore.store.retention.operator_rules import WEIGHTS_FIELD
+from kvstore.store.upkeep.operations import StoreOperations
 
 __all__ = ["AdminContext", "Context"]
 
@@ -80,7 +80,7 @@ class AdminContext:
 
     def is_retired(self, namespace: Namespace) -> bool:
         """Whether nothing of a namespace is served, because its weights are retired."""
-        orders, description = self.operations.orders, namespace.description
+        orders, description = self.operations.operator_rules, namespace.description
         return orders is not None and orders.are_retired(
             description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
         )

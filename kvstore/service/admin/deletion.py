@@ -1,6 +1,6 @@
 """Deletion by an operator: hidden in the catalog first, then deleted, then taken off the totals, in bounded pieces.
 
-As retention does it (kvstore/store/retention.py): lookups of all services stop seeing a boundary before its first
+As retention does it (kvstore/store/retention/owner.py): lookups of all services stop seeing a boundary before its first
 record goes, and whoever dies in between leaves a mark that the same call, made again, finishes.
 """
 
@@ -24,7 +24,7 @@ from kvstore.service.admin.memory import all_keys, memory_sizes
 from kvstore.service.admin.models import Amount
 from kvstore.service.admin.pinned import protected_by_pins
 from kvstore.service.admin.problems import Refused
-from kvstore.store.operations import PIECE_RECORDS_MAX
+from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
 __all__ = ["Deleted", "count_entry", "delete_boundary", "delete_entries", "delete_namespace", "told"]
 

@@ -25,7 +25,7 @@ from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.pinned import protected_by_pins
 from kvstore.service.admin.problems import refusals
 from kvstore.service.credentials import Grant
-from kvstore.store.retention_plan import broken_of
+from kvstore.store.retention.plan import broken_of
 
 __all__ = ["router"]
 

@@ -12,7 +12,7 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import refusals
-from kvstore.store.operations import TierState
+from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["readiness", "router"]
 

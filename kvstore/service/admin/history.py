@@ -14,8 +14,8 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import refusals
 from kvstore.service.credentials import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
-from kvstore.store.explaining import ToldOutcome
-from kvstore.store.reasons import REASONS, UNKNOWN, result_of
+from kvstore.store.explain.explainer import ReportedOutcome
+from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 
 __all__ = ["router"]
 
@@ -137,13 +137,13 @@ async def _told(context: AdminContext, grant: Grant) -> list[Sample]:
     """A tenant's own requests, as the service would have counted them."""
     deadline = context.soon()
 
-    async def ask() -> list[ToldOutcome]:
+    async def ask() -> list[ReportedOutcome]:
         return context.operations.outcomes(grant.tenant)
 
     return [_sample(told) for told in await context.bridge.call(ask, deadline=deadline)]
 
 
-def _sample(told: ToldOutcome) -> Sample:
+def _sample(told: ReportedOutcome) -> Sample:
     outcome = told.outcome
     reason = told.reason if told.reason in REASONS else "other"
     local = min(outcome.local_tokens, outcome.resume_tokens)

@@ -24,8 +24,8 @@ from kvstore.service.admin.memory import held_at
 from kvstore.service.admin.parameters import FROM_WHOLE, NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, namespace_id
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.token_ids import split_token_ids
-from kvstore.store.key_ring import Generation
-from kvstore.store.slices import PackedSlices, SliceMap, groups_present
+from kvstore.store.encryption.key_ring import Generation
+from kvstore.store.placement import PackedSlices, SliceMap, groups_present
 
 __all__ = ["router"]
 

@@ -22,8 +22,8 @@ from kvstore.service.admin.jobs import JobStatus, status_of
 from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.credentials import Grant
-from kvstore.store.reindexing import ReindexReport, reindex_level
-from kvstore.store.verification import ByteRate, Findings, count_records, verify_tier
+from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.verification import ByteRate, Findings, count_records, verify_tier
 
 __all__ = ["router"]
 

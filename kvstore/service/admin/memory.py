@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext
-from kvstore.store.operations import PIECE_RECORDS_MAX
+from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
 __all__ = ["all_keys", "held_at", "memory_sizes"]
 

@@ -12,7 +12,7 @@ from kvstore.service.admin.access import Operator
 from kvstore.service.admin.context import Context
 from kvstore.service.admin.problems import refusals
 from kvstore.service.metrics import CONTENT_TYPE, render
-from kvstore.store.operations import TierState
+from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["router"]
 

@@ -10,7 +10,7 @@ from kvstore.catalog.entry import EntryTable, Level
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.credentials import Grant
-from kvstore.store.operations import PIECE_RECORDS_MAX
+from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
 
 __all__ = ["Orphans"]

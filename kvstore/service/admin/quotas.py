@@ -15,7 +15,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.parameters import FROM_WHOLE
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.credentials import Grant
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.retention.operator_rules import OperatorRules
 
 __all__ = ["router"]
 
@@ -114,10 +114,10 @@ async def remove_quota(context: Context, grant: OperatorAdministrator, tenant: T
     return Response(status_code=204)
 
 
-def _orders(context: AdminContext) -> StandingOrders:
-    if context.operations.orders is None:
+def _orders(context: AdminContext) -> OperatorRules:
+    if context.operations.operator_rules is None:
         raise Unavailable("this service keeps no books: that needs a Redis as hot, or a directory as cold")
-    return context.operations.orders
+    return context.operations.operator_rules
 
 
 async def _one(context: AdminContext, grant: Grant, tenant: str) -> TenantQuota:
@@ -139,7 +139,7 @@ async def _used(context: AdminContext) -> dict[str, int] | None:
     return used
 
 
-def _told(orders: StandingOrders, tenant: str, used: dict[str, int] | None) -> TenantQuota:
+def _told(orders: OperatorRules, tenant: str, used: dict[str, int] | None) -> TenantQuota:
     quota = orders.quotas.get(tenant, Quota())
     return TenantQuota(
         tenant=tenant,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import uvicorn
 import uvloop
 
-from kvstore.compose_retention import open_job_book
+from kvstore.compose import open_job_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -26,7 +26,7 @@ from kvstore.service.admin.job_keeper import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
 from kvstore.service.told_settings import told_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.wire.tls import ServerTls
 
 __all__ = ["serve_admin"]

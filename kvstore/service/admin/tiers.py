@@ -14,7 +14,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import Amount, amounts_of, sum_of
 from kvstore.service.admin.problems import refusals
 from kvstore.service.credentials import Grant
-from kvstore.store.operations import TierState
+from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["router"]
 

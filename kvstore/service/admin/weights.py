@@ -16,7 +16,7 @@ from kvstore.service.admin.models import Amount, amounts_of, sum_of
 from kvstore.service.admin.parameters import Confirm
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.credentials import Grant
-from kvstore.store.standing_orders import WEIGHTS_FIELD, StandingOrders
+from kvstore.store.retention.operator_rules import WEIGHTS_FIELD, OperatorRules
 
 __all__ = ["router", "weights_of"]
 
@@ -122,10 +122,10 @@ async def _change(
     return Retired(is_dry_run=not confirm, weights=summary)
 
 
-def _orders(context: AdminContext) -> StandingOrders:
-    if context.operations.orders is None:
+def _orders(context: AdminContext) -> OperatorRules:
+    if context.operations.operator_rules is None:
         raise Unavailable("this service keeps no books: that needs a Redis as hot, or a directory as cold")
-    return context.operations.orders
+    return context.operations.operator_rules
 
 
 async def weights_of(context: AdminContext, namespace: NamespaceId, grant: Grant) -> str | None:
@@ -154,7 +154,7 @@ async def _found(context: AdminContext, grant: Grant) -> tuple[dict[str, dict[Na
 
 def _summary(
     context: AdminContext,
-    orders: StandingOrders,
+    orders: OperatorRules,
     grant: Grant,
     weights_id: str,
     namespaces: dict[NamespaceId, NamespaceTotals],

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 
 from kvstore.api import Ack
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
 from kvstore.service.credentials import CredentialsFile
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire.address import parse_address

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 
 from kvstore.api import Ack
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import Boundary, RecordKey
@@ -16,7 +16,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, admin_port
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 

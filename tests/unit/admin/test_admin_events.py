@@ -98,7 +98,7 @@ async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
 
 async def test_orders_that_take_effect_are_told(made: World) -> None:
     """A quota and retired weights, ordered at whichever service: told where they are followed, once, and withdrawn."""
-    orders = made.store.operations.orders
+    orders = made.store.operations.operator_rules
     assert orders is not None
     await orders.set_quota("red", Quota(4096, 1 << 20), deadline=soon())
     await orders.retire(None, "w1", is_retired=True, deadline=soon())

@@ -14,7 +14,7 @@ from kvstore.api import Outcome
 from kvstore.cli.status_findings import findings, part_of
 from kvstore.cli.status_page import page_of
 from kvstore.model.keys import Boundary, PrefixHash
-from kvstore.store.recent import WINDOW_S, Recent
+from kvstore.store.explain.reports import WINDOW_S, Recent
 from tests.unit.admin.admin_world import World, prompt_of, world
 from tests.unit.cli.test_cli_admin import Run, run
 

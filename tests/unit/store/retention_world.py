@@ -17,10 +17,10 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.policy_choice import FixedChoice
-from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules
-from kvstore.store.room import Room
+from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.retention.owner import RetentionOwner
+from kvstore.store.retention.plan import RetentionRules
+from kvstore.store.retention.policy_choice import FixedChoice
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.memory import MemoryTier
 
@@ -61,8 +61,10 @@ class World:
     def deadline(self) -> Deadline:
         return Deadline.after(5.0)
 
-    def retention(self, ownership: Ownership | None = None, *, room: Room | None = None, **rules: object) -> Retention:
-        return Retention(
+    def retention(
+        self, ownership: Ownership | None = None, *, budget_gate: BudgetGate | None = None, **rules: object
+    ) -> RetentionOwner:
+        return RetentionOwner(
             self.tier,
             Level.COLD,
             self.catalog,
@@ -71,7 +73,7 @@ class World:
             choice=FixedChoice("lru"),
             meters=self.meters,
             clock=self.clock,
-            room=room,
+            budget_gate=budget_gate,
         )
 
     async def save(self, prompt: str, num_pages: int, namespace: NamespaceId = NAMESPACE) -> list[PrefixHash]:

@@ -19,7 +19,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
 
 
@@ -27,12 +27,12 @@ def soon() -> Deadline:
     return Deadline.after(60.0)
 
 
-def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> StandingOrders:
+def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
     return orders_in(FileBook(folder, ORDERS), quotas or {})
 
 
-def orders_in(book: FileBook, quotas: Mapping[str, Quota]) -> StandingOrders:
-    return StandingOrders(book, quotas, meters=Meters(), clock=SYSTEM_CLOCK)
+def orders_in(book: FileBook, quotas: Mapping[str, Quota]) -> OperatorRules:
+    return OperatorRules(book, quotas, meters=Meters(), clock=SYSTEM_CLOCK)
 
 
 def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
@@ -112,8 +112,8 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
             await store.save(record, ack=Ack.COLD, deadline=soon())
         staged = await store.stage(prompt.query(), deadline=soon())
         assert staged.resume_tokens == 128 and staged.lease is not None
-        assert store.operations.orders is not None
-        await store.operations.orders.retire("red", "old", is_retired=True, deadline=soon())
+        assert store.operations.operator_rules is not None
+        await store.operations.operator_rules.retire("red", "old", is_retired=True, deadline=soon())
         assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
         again = await store.stage(prompt.query(), deadline=soon())
         assert (again.lease, again.resume_tokens, again.cut) == (None, 0, "weights_retired")
@@ -127,8 +127,8 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
     async with open_store(settings) as store:
         await store.open_namespace(prompt.description, deadline=soon())
         assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
-        assert store.operations.orders is not None
-        await store.operations.orders.retire("red", "old", is_retired=False, deadline=soon())
+        assert store.operations.operator_rules is not None
+        await store.operations.operator_rules.retire("red", "old", is_retired=False, deadline=soon())
         assert (await store.lookup(prompt.query(), deadline=soon())).resume_tokens == 128
 
 
@@ -137,7 +137,7 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
 ) -> None:
     """A book that all services share has lost an order, and is too full to take it again: what others order is followed
     as soon as there is room, and the service looks until then."""
-    monkeypatch.setattr("kvstore.store.standing_orders._LOOK_S", 0.01)
+    monkeypatch.setattr("kvstore.store.retention.operator_rules._POLL_S", 0.01)
     monkeypatch.setattr(FileBook, "is_shared", True)
     path = tmp_path / "orders.json"
     book = FileBook(tmp_path, ORDERS)

@@ -19,11 +19,11 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
-from kvstore.store import cold_admission
-from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import Presence
-from kvstore.store.policy_choice import AutoChoice, FixedChoice, candidates_of
+from kvstore.store.retention import cold_admission
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.retention.policy_choice import AutoChoice, FixedChoice, candidates_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictOwnership, DictPendingLog, LeaseBooks, PendingBooks
 from kvstore.testing.faults import FaultyTier

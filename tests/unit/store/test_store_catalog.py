@@ -20,9 +20,8 @@ from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.limits import StoreLimits
-from kvstore.store.recorder import Recorder
+from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
@@ -133,7 +132,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
 
     monkeypatch.setattr(world.catalog, "lookup", note)
     at_once = await world.store.lookup(prompt.query(), deadline=soon())
-    monkeypatch.setattr("kvstore.store.catalog_lookup.PIECE", 30)
+    monkeypatch.setattr("kvstore.store.lookup.PIECE", 30)
     in_turn = await world.store.lookup(prompt.query(), deadline=soon())
     assert in_turn.resume_tokens == at_once.resume_tokens == 992
     assert asked == [62, 15, 30, 17]  # never more than a piece at once

@@ -12,8 +12,7 @@ from kvstore.catalog.entry import Level
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.catalogued import CataloguedTier
-from kvstore.store.recorder import Recorder
+from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
 

@@ -15,8 +15,8 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-from kvstore.store.journeys import Journeys, Noted
 from kvstore.store.limits import StoreLimits
+from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.prompts import ATTENTION, Prompt
 
@@ -45,7 +45,7 @@ class World:
         self.let_go = asyncio.Event()
         self.asked: list[str] = []
         self.background = Background("test")
-        self.journeys = Journeys(
+        self.pending_writes = PendingWrites(
             DictPendingLog(self.books, lease_s=LEASE_S, ask=self._ask),
             self.hot,
             background=self.background,
@@ -70,18 +70,18 @@ class World:
 
     async def write_hot(self) -> None:
         """The record reaches the hot tier, and nothing is sure to bring it any further."""
-        self.journeys.begin(RECORD, is_promise=True)
-        assert await self.journeys.note(KEY, soon(), is_hot=True) is Noted.YES
-        await self.journeys.confirm(KEY, await self.hot.put(RECORD, deadline=soon()), soon())
-        self.journeys.end(KEY, in_hot=True)
+        self.pending_writes.begin(RECORD, is_promise=True)
+        assert await self.pending_writes.note(KEY, soon(), is_hot=True) is EntryResult.WRITTEN
+        await self.pending_writes.confirm(KEY, await self.hot.put(RECORD, deadline=soon()), soon())
+        self.pending_writes.end(KEY, in_hot=True)
 
     async def write_cold(self, *, arrives: bool) -> None:
-        self.journeys.begin(RECORD)
-        await self.journeys.note(KEY, soon(), is_hot=False)
-        self.journeys.end(KEY, in_cold=arrives)
+        self.pending_writes.begin(RECORD)
+        await self.pending_writes.note(KEY, soon(), is_hot=False)
+        self.pending_writes.end(KEY, in_cold=arrives)
 
     async def settled(self) -> None:
-        await until(lambda: not len(self.journeys))
+        await until(lambda: not len(self.pending_writes))
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ async def test_nothing_is_remembered_of_a_write_that_went_on_without_a_log(world
     """The log does not answer, so a write to the cold tier goes on without an entry, and nobody knows how it ended:
     there is nothing to leave to others, and nothing that would ever end."""
     world.refused = {"pending add", "pending release", "pending finish"}
-    world.journeys.begin(RECORD)
-    assert await world.journeys.note(KEY, soon(), is_hot=False) is Noted.YES
-    world.journeys.end(KEY, maybe_in_cold=True)
+    world.pending_writes.begin(RECORD)
+    assert await world.pending_writes.note(KEY, soon(), is_hot=False) is EntryResult.WRITTEN
+    world.pending_writes.end(KEY, maybe_in_cold=True)
     await world.settled()
     assert world.books.entries == {}
 
@@ -128,7 +128,7 @@ async def test_what_the_log_did_not_hear_is_told_again(world: World) -> None:
     world.refused = {"pending release"}
     await world.write_hot()
     await until(lambda: world.asked.count("pending release") > 2)
-    assert len(world.journeys) == 1
+    assert len(world.pending_writes) == 1
     world.refused = set()
     await world.settled()
     assert KEY in world.books.entries

@@ -15,7 +15,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.long_work import LongWork
 from kvstore.runtime.meters import Meters
-from kvstore.store.catalog_lookup import CatalogLookup
+from kvstore.store.lookup import CatalogLookup
 from kvstore.store.placement import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt

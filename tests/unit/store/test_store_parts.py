@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.store.absent import AbsentKeys
-from kvstore.store.fetch_gate import FetchGate
 from kvstore.store.leases import LeaseTable
+from kvstore.store.lookup import AbsentKeys
+from kvstore.store.staging import FetchGate
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.memory import MemoryTier
 

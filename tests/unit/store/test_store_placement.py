@@ -12,11 +12,11 @@ from kvstore.api import PrefixQuery
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.coverage import longest_resumable, records_to_resume
 from kvstore.model.spans import Span
-from kvstore.store.admission import affordable_resume, check_header, check_sizes
-from kvstore.store.fetch_gate import next_window
+from kvstore.store.namespaces import affordable_resume, check_header, check_sizes
 from kvstore.store.placement import fill as fill_gaps
 from kvstore.store.placement import gaps, inner_probes, page_probes, spread
-from kvstore.store.write_back import backoff_s
+from kvstore.store.staging import next_window
+from kvstore.store.write_back.queue import backoff_s
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 
 

@@ -18,8 +18,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.policy_choice import AutoChoice
-from kvstore.store.retention_rules import RetentionRules
+from kvstore.store.retention.plan import RetentionRules
+from kvstore.store.retention.policy_choice import AutoChoice
 from kvstore.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.virtual_time

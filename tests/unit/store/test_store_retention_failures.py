@@ -15,9 +15,8 @@ from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.catalogued import CataloguedTier
-from kvstore.store.recorder import Recorder
-from kvstore.store.room import Room
+from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
 
@@ -159,8 +158,8 @@ async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: Wor
     """All is pinned: a put that does not fit is refused at once instead of waiting; after the pin's end it is taken."""
     path = await world.save("a", 3)
     await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
-    room = Room(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
-    retention = world.retention(room=room, budget_bytes=3 * BOUNDARY_BYTES)
+    room = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(budget_gate=room, budget_bytes=3 * BOUNDARY_BYTES)
     key = RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0)
     assert await retention.round() == 0
     assert not await room.take(key, RECORD_BYTES, Deadline.after(60.0))
@@ -173,8 +172,8 @@ async def test_a_room_is_not_stuck_while_something_is_written(world: World) -> N
     """Nothing can leave now, but what is being written may make something free: whoever waits goes on waiting."""
     path = await world.save("a", 3)
     await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
-    room = Room(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
-    retention = world.retention(room=room, budget_bytes=3 * BOUNDARY_BYTES)
+    room = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(budget_gate=room, budget_bytes=3 * BOUNDARY_BYTES)
     room.settle(3 * BOUNDARY_BYTES)
     waiting = asyncio.ensure_future(room.take(RecordKey(OTHER, path[0], 0, 0), RECORD_BYTES, Deadline.after(60.0)))
     await asyncio.sleep(0)
@@ -192,7 +191,7 @@ async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: Wo
     """
     recorder = Recorder(world.catalog, world.meters, world.clock)
     recorder.register(NAMESPACE, LAYOUT, "")
-    room = Room(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
+    room = BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
     room.settle(0)
     record = make_record(RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0))
     await world.tier.put(record, deadline=world.deadline)
@@ -205,8 +204,8 @@ async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: Wo
 async def test_room_is_free_once_the_totals_tell_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for room writes only when what has left is off the books, which would be over the budget otherwise."""
     await world.save("a", 6)
-    room = Room(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
-    retention = world.retention(room=room, budget_bytes=5 * BOUNDARY_BYTES)
+    room = BudgetGate(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
+    retention = world.retention(budget_gate=room, budget_bytes=5 * BOUNDARY_BYTES)
     real, told = world.catalog.finish_leaving_all, 0
 
     async def finish(gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline) -> int:

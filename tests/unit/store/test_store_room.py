@@ -1,4 +1,4 @@
-"""Room: what a bounded level takes between two looks at its totals, and who waits."""
+"""BudgetGate: what a bounded level takes between two looks at its totals, and who waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.room import Room
+from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import make_key
 
 KEY, OTHER = make_key(1), make_key(2)
@@ -32,11 +32,11 @@ class HandClock:
 
 
 @pytest.fixture
-def room() -> Room:
-    return Room(100, 90, SYSTEM_CLOCK)
+def room() -> BudgetGate:
+    return BudgetGate(100, 90, SYSTEM_CLOCK)
 
 
-async def test_everything_is_let_in_until_the_books_were_read(room: Room) -> None:
+async def test_everything_is_let_in_until_the_books_were_read(room: BudgetGate) -> None:
     """Nothing is known of the level, so nothing is refused; then its totals count."""
     assert await room.take(KEY, 1000, soon())
     room.settle(100)
@@ -45,7 +45,7 @@ async def test_everything_is_let_in_until_the_books_were_read(room: Room) -> Non
     assert await room.take(OTHER, 1, soon())
 
 
-async def test_a_put_waits_until_enough_has_left(room: Room) -> None:
+async def test_a_put_waits_until_enough_has_left(room: BudgetGate) -> None:
     """Eviction is asked for, and the put goes on in the turn in which its bytes fit, before the deadline."""
     room.settle(95)
     waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
@@ -60,7 +60,7 @@ async def test_a_put_waits_until_enough_has_left(room: Room) -> None:
     assert (room.used_bytes, room.asked_bytes) == (100, 10)
 
 
-async def test_what_is_being_written_counts_once(room: Room) -> None:
+async def test_what_is_being_written_counts_once(room: BudgetGate) -> None:
     """Bytes count from the moment they are let in; those of a put that stored nothing are free again."""
     room.settle(50)
     assert await room.take(KEY, 30, soon())
@@ -71,7 +71,7 @@ async def test_what_is_being_written_counts_once(room: Room) -> None:
     assert (room.used_bytes, room.asked_bytes, room.ended_bytes) == (80, 0, 30)
 
 
-async def test_when_nothing_can_leave_puts_are_refused_at_once(room: Room) -> None:
+async def test_when_nothing_can_leave_puts_are_refused_at_once(room: BudgetGate) -> None:
     """All is pinned: nobody waits for what will not come, until something leaves after all."""
     room.settle(100)
     waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
@@ -83,14 +83,14 @@ async def test_when_nothing_can_leave_puts_are_refused_at_once(room: Room) -> No
     assert await room.take(KEY, 10, soon())
 
 
-async def test_more_than_the_budget_never_fits(room: Room) -> None:
+async def test_more_than_the_budget_never_fits(room: BudgetGate) -> None:
     """A record larger than the level is refused at once."""
     room.settle(0)
     assert not await room.take(KEY, 101, soon())
     assert room.asked_bytes == 0
 
 
-async def test_a_cancelled_wait_leaves_nothing_behind(room: Room) -> None:
+async def test_a_cancelled_wait_leaves_nothing_behind(room: BudgetGate) -> None:
     """Whoever waited and is gone asks for nothing, and its boundary is not being written."""
     room.settle(100)
     waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
@@ -102,7 +102,7 @@ async def test_a_cancelled_wait_leaves_nothing_behind(room: Room) -> None:
     assert (room.asked_bytes, set(room.boundaries_in_flight())) == (0, set())
 
 
-async def test_what_was_written_lately_is_known_in_order(room: Room) -> None:
+async def test_what_was_written_lately_is_known_in_order(room: BudgetGate) -> None:
     """The catalog's times are whole seconds: of one second, the order of writing says which is older."""
     room.settle(0)
     for key in (KEY, OTHER, KEY):
@@ -113,7 +113,7 @@ async def test_what_was_written_lately_is_known_in_order(room: Room) -> None:
     assert room.boundaries_in_work() == {first, second}
 
 
-async def test_eviction_is_asked_for_earlier_where_writers_had_to_wait(room: Room) -> None:
+async def test_eviction_is_asked_for_earlier_where_writers_had_to_wait(room: BudgetGate) -> None:
     """As much earlier as it takes, an eighth of the budget at most; as late as before where nobody waits any more."""
     starts = [room.start_bytes]
     for _ in range(6):
@@ -129,7 +129,7 @@ async def test_eviction_is_asked_for_earlier_where_writers_had_to_wait(room: Roo
     assert room.start_bytes == 90
 
 
-async def test_what_was_asked_for_and_served_is_not_asked_for_again(room: Room) -> None:
+async def test_what_was_asked_for_and_served_is_not_asked_for_again(room: BudgetGate) -> None:
     """Eviction made room while others asked for it: nobody looks again for their sake."""
     room.settle(95)
     assert await room.take(KEY, 1, soon())
@@ -144,7 +144,7 @@ async def test_what_was_asked_for_and_served_is_not_asked_for_again(room: Room) 
 async def test_others_are_presumed_to_write_on() -> None:
     """What they wrote before the last look counts on from there, until the next look says what it was."""
     clock = HandClock()
-    room = Room(1000, 900, clock, is_shared=True)
+    room = BudgetGate(1000, 900, clock, is_shared=True)
     room.settle(100)
     assert await room.take(KEY, 50, soon())
     room.end(KEY, 50, is_stored=True)
@@ -168,7 +168,7 @@ async def test_others_are_presumed_to_write_on() -> None:
 async def test_alone_nothing_is_presumed() -> None:
     """A directory's whole blocks are no other writer."""
     clock = HandClock()
-    room = Room(1000, 900, clock)
+    room = BudgetGate(1000, 900, clock)
     for used_bytes in (100, 500):
         room.settle(used_bytes)
         clock.now_s += 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstore.catalog.entry import EntryShape
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.store.slices import PackedSlices, Probe, boundaries_beyond, boundaries_of, count_first, groups_present
+from kvstore.store.placement import PackedSlices, Probe, boundaries_beyond, boundaries_of, count_first, groups_present
 
 BOUNDARIES = 5
 LAYOUT = Layout(64, (GroupLayout(FullAttention(), 8), GroupLayout(FullAttention(), 3), GroupLayout(Recurrent(), 17)))

@@ -1,0 +1,1 @@
+"""Why a request found less than its prompt."""

@@ -1,0 +1,1 @@
+"""What the cold tier gets and what leaves it."""
