@@ -41,7 +41,7 @@ _LEFT_ALONE_S = 5.0
 class EntryResult(Enum):
     """Whether a record may be written."""
 
-    YES = "yes"
+    WRITTEN = "written"
     FULL = "full"
     """The log has no room."""
     BUSY = "busy"
