@@ -1,4 +1,4 @@
-"""How the suite is shared out to the workers of pytest-xdist."""
+"""How the suite is divided among the workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ _EXACTNESS = "tests/connector/test_exactness.py"
 
 
 class EnginesInTurn(LoadScopeScheduling):
-    """Tests of engines run in one worker, one after the other; all others file by file, wherever there is room.
+    """Runs the tests of engines in one worker, one after the other, and all other tests file by file in any worker.
 
-    Two of them at once would share the processors, and the memory, that each counts on. The exception is the matrix of
-    exactness, which counts on neither: it is handed out last, to whichever worker is free first. (Marks of groups,
-    xdist's own way, are lost with pytest 9.2.)
+    Two tests of engines at once would share the processors and the memory that each needs. The matrix of exactness
+    needs neither: its tests are handed out last, one by one, to any free worker. pytest-xdist's own marks of groups are
+    lost with pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        return "engines" if file.startswith(_ENGINES) and file != _EXACTNESS else file
+        if file == _EXACTNESS:
+            return nodeid
+        return "engines" if file.startswith(_ENGINES) else file
 
 
 def comes_last(nodeid: str) -> bool:

@@ -18,7 +18,7 @@ from kvstore.runtime.events import EventKind
 from kvstore.service.watching import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.admin_world import World, ended, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, soon
 
 STEPS = 40
 """Of a minute each."""
@@ -42,12 +42,12 @@ class HourAgo:
 
 
 @asynccontextmanager
-async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
+async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarness]:
     """Served to its own user, without tokens."""
     async with Redis(host=redis.host, port=redis.port) as client:
         await client.flushdb()
     hot = f"redis://{redis.host}:{redis.port}"
-    async with world(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
+    async with open_service(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
         await made.port._watcher.aclose()
         clock = HourAgo()
         watcher = Watcher(made.store, made.port._service.history, made.store.events, clock=clock)
@@ -66,7 +66,7 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
         yield made
 
 
-async def give_it_work(made: World) -> None:
+async def give_it_work(made: ServiceHarness) -> None:
     """Jobs that have ended, and one that takes minutes."""
     async with made.client() as client:
         for path in ("/v1/gc", "/v1/tiers/hot/reindex", "/v1/tiers/cold/drain"):
@@ -75,7 +75,7 @@ async def give_it_work(made: World) -> None:
         assert (await client.post("/v1/tiers/cold/verify", params=slow)).status_code == 202
 
 
-async def use(made: World, number: int) -> None:
+async def use(made: ServiceHarness, number: int) -> None:
     """One minute of two engines: most prompts are found, some in part, some are new."""
     for index in range(3 + number % 5):
         prompt = (RED, BLUE, RED)[index % 3]
@@ -101,7 +101,7 @@ async def use(made: World, number: int) -> None:
         made.store.tell(told)
 
 
-def tell_of_a_bad_night(made: World) -> None:
+def tell_of_a_bad_night(made: ServiceHarness) -> None:
     """What tests of their own make happen for real; here it is there to be looked at."""
     tell, about = made.store.events.tell, RED.namespace.hex()
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from kvstore.testing.servers import RedisServer, redis_server
 from tests.browser.conftest import WIDTHS, Visiting
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
@@ -22,7 +22,7 @@ async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
     hot = f"redis://{shared_redis.host}:{shared_redis.port}"
-    async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url) as visit:
+    async with open_service(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url) as visit:
         for view in VIEWS:
             await visit.open(view)
             if view in ("misses", "prefixes", "tenants", "jobs"):
@@ -34,7 +34,7 @@ async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting
 
 async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
     """Without one, with a wrong one, with a tenant's, and after it was forgotten: the tenant sees its own things."""
-    async with world(tmp_path) as made, visiting(made.url, expected="401") as visit:
+    async with open_service(tmp_path) as made, visiting(made.url, expected="401") as visit:
         await made.save(prompt_of("a", "red"))
         await made.save(prompt_of("b", "blue"))
         page = visit.page
@@ -42,7 +42,7 @@ async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
         await visit.shoot("token-1280-light")
         await page.get_by_label("Token", exact=True).fill("wrong token")
         await page.keyboard.press("Enter")
-        await page.get_by_text("the token is nobody's").wait_for()
+        await page.get_by_text("the token is not valid").wait_for()
         await visit.shoot("token-wrong-1280-light")
         await page.get_by_label("Token", exact=True).fill("red reader token")
         await page.keyboard.press("Enter")
@@ -59,7 +59,7 @@ async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
 
 async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Visiting) -> None:
     """A deletion with a token for reading: refused, in words, and nothing is gone."""
-    async with world(tmp_path) as made, visiting(made.url, expected="40[13]") as visit:
+    async with open_service(tmp_path) as made, visiting(made.url, expected="40[13]") as visit:
         prompt = await made.save(prompt_of("a", "red"))
         await visit.open("prefixes", "#token")
         await visit.page.get_by_label("Token", exact=True).fill("red reader token")
@@ -77,7 +77,10 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
     """
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
-        async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url, expected="503") as visit:
+        async with (
+            open_service(tmp_path, with_tokens=False, hot=hot) as made,
+            visiting(made.url, expected="503") as visit,
+        ):
             page = visit.page
             await visit.open("events")
             await page.get_by_text("live", exact=True).wait_for()
@@ -86,7 +89,7 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
                 await made.port._watcher.step()
             await page.get_by_text("tier redis is off").wait_for()
             await visit.open("tiers")
-            await page.locator(".badge.bad", has_text="left alone").wait_for()
+            await page.locator(".badge.bad", has_text="not used until").wait_for()
             await visit.shoot("tier-down-1280-light")
             await page.get_by_role("button", name="Verify… redis").click()
             await page.get_by_role("button", name="Start").click()
@@ -99,7 +102,7 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
             await row.get_by_text("cannot connect to Redis").wait_for()
             await visit.shoot_twice("jobs-failed")
             await visit.open("prefixes")
-            await page.get_by_role("heading", name="This cannot be told at the moment").wait_for()
+            await page.get_by_role("heading", name="This is not available at the moment").wait_for()
             await visit.shoot("unavailable-1280-light")
             await visit.open("events")
             redis.restart()
@@ -114,7 +117,7 @@ async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> Non
     """
     expected = "ERR_|network error|Failed to load"
     async with AsyncExitStack() as visits:
-        async with world(tmp_path, with_tokens=False) as made:
+        async with open_service(tmp_path, with_tokens=False) as made:
             await made.save(prompt_of("a"))
             async with made.client() as client:
                 await client.post("/v1/tiers/cold/verify", params={"bytes_per_s": 1})
@@ -128,7 +131,7 @@ async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> Non
             await dialog.get_by_role("progressbar").wait_for()
         await visit.page.get_by_text("not connected").wait_for()
         await dialog.get_by_text("the service does not answer").wait_for()
-        await watching.page.get_by_text("What you see is old").wait_for()
+        await watching.page.get_by_text("These values are old").wait_for()
         assert await dialog.get_by_role("progressbar").count() == 1
         await watching.shoot("job-gone-1280-light")
         await visit.page.get_by_role("link", name="Tiers").click()
@@ -140,7 +143,10 @@ async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting
     """What it held is shown as such, nowhere as nothing; lines of the chart stop instead of falling."""
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
-        async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url, expected="503") as visit:
+        async with (
+            open_service(tmp_path, with_tokens=False, hot=hot) as made,
+            visiting(made.url, expected="503") as visit,
+        ):
             page = visit.page
             await made.save(prompt_of("a"))
             await made.port._watcher.step()

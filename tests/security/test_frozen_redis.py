@@ -18,7 +18,7 @@ from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.store_node import soon
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = pytest.mark.servers
 
@@ -61,7 +61,7 @@ async def test_a_lookup_waits_no_longer_than_the_store_allows(redis: RedisServer
 
 async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -> None:
     """Also before anybody has noticed, and while several ask at a time: in a second or two, with the cause."""
-    async with world(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
         await made.save(prompt_of("a"))
         redis.freeze()
         for attempt in range(3):
@@ -86,7 +86,7 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
 
 async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path) -> None:
     """What it held, with the time of that, and not zero; the history has no value for the time."""
-    async with world(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
         await made.save(prompt_of("a"))
         (before,) = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "redis"]
         assert before["usage"]["used_bytes"] > 0 and before["last_known"] is None and before["own_at_s"] is None
@@ -127,7 +127,7 @@ async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisS
     """Nothing need have been written meanwhile. The cause is said; once it takes writes again, all is well."""
     refuse, allow = REFUSALS[cause]
     async with (
-        world(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
         made.client() as client,
         Redis(host=redis.host, port=redis.port) as direct,
     ):
@@ -150,7 +150,7 @@ async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisS
 async def test_it_is_not_ready_while_records_find_no_room(redis: RedisServer, tmp_path: Path) -> None:
     """A small write would still find room; a record did not."""
     async with (
-        world(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
         made.client() as client,
         Redis(host=redis.host, port=redis.port) as direct,
     ):

@@ -1,4 +1,4 @@
-"""Refusals as `application/problem+json` (RFC 9457): which field is wrong, what was expected, what was seen."""
+"""Errors as `application/problem+json` (RFC 9457): which field is wrong, what was expected, what was seen."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.service.admin.access import is_open
 from kvstore.service.admin.app import make_routes
 from kvstore.testing.prompts import Prompt
-from tests.unit.admin.admin_world import TOKENS, World, prompt_of, world, write_credentials
+from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_service, prompt_of, write_credentials
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
@@ -56,9 +56,9 @@ def _leaves(listed: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def tenants(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
+async def tenants(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]]:
     """Red has a prompt with a pin, blue another prompt."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         red = await made.save(prompt_of("a", "red"))
         await made.save(prompt_of("b", "blue"))
         async with made.client("red") as client:
@@ -97,7 +97,7 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
     return await client.request(method, filled, params=query, json=body)
 
 
-async def everything(made: World, of: Prompt) -> list[object]:
+async def everything(made: ServiceHarness, of: Prompt) -> list[object]:
     """What red has, as red sees it."""
     async with made.client("red") as client:
         paths = (
@@ -109,7 +109,9 @@ async def everything(made: World, of: Prompt) -> list[object]:
         return [(await client.get(path)).json() for path in paths]
 
 
-async def test_every_route_refuses_who_may_not(tenants: tuple[World, Prompt], tell: Callable[[str], None]) -> None:
+async def test_every_route_refuses_who_may_not(
+    tenants: tuple[ServiceHarness, Prompt], tell: Callable[[str], None]
+) -> None:
     """Without a token, with one of nobody, with too small a scope and with another tenant's: refused on every route,
     and red's things are as before. Printed as one table.
     """
@@ -149,7 +151,7 @@ async def test_every_route_refuses_who_may_not(tenants: tuple[World, Prompt], te
     assert await everything(made, red) == before
 
 
-async def test_a_tenant_counts_its_own_only(tenants: tuple[World, Prompt]) -> None:
+async def test_a_tenant_counts_its_own_only(tenants: tuple[ServiceHarness, Prompt]) -> None:
     """Lists, totals and tiers of red and blue add up to the operator's, and neither has the other's; a namespace of
     another tenant is told like one that is not there.
     """
@@ -168,7 +170,7 @@ async def test_a_tenant_counts_its_own_only(tenants: tuple[World, Prompt]) -> No
     assert [answer.json() | {"seen": ""} for answer in answers] == [answers[0].json() | {"seen": ""}] * 2
 
 
-async def test_engines_tokens_may_look(tenants: tuple[World, Prompt]) -> None:
+async def test_engines_tokens_may_look(tenants: tuple[ServiceHarness, Prompt]) -> None:
     """A token made for the data port sees its tenant's things and changes none."""
     made, _ = tenants
     async with made.client("blue engine") as client:
@@ -177,7 +179,7 @@ async def test_engines_tokens_may_look(tenants: tuple[World, Prompt]) -> None:
         assert (await client.delete(f"/v1/namespaces/{namespace}")).status_code == 403
 
 
-async def test_wrong_tokens_are_limited(tenants: tuple[World, Prompt]) -> None:
+async def test_wrong_tokens_are_limited(tenants: tuple[ServiceHarness, Prompt]) -> None:
     """After ten wrong ones the address waits, even with a right one that is new to it; who was here does not."""
     made, _ = tenants
     async with made.client("wrong") as wrong, made.client("red") as red, made.client("blue") as fresh:
@@ -189,7 +191,7 @@ async def test_wrong_tokens_are_limited(tenants: tuple[World, Prompt]) -> None:
         assert (await fresh.get("/livez")).status_code == 200
 
 
-async def test_a_token_is_revoked_without_a_restart(tenants: tuple[World, Prompt]) -> None:
+async def test_a_token_is_revoked_without_a_restart(tenants: tuple[ServiceHarness, Prompt]) -> None:
     """The file loses red's token and gains green's: requests know within seconds."""
     made, _ = tenants
     assert made.credentials is not None
@@ -202,7 +204,7 @@ async def test_a_token_is_revoked_without_a_restart(tenants: tuple[World, Prompt
         assert (await green.get("/v1/namespaces")).json()["namespaces"][0]["tenant"] == "red"
 
 
-async def test_changes_are_audited(tenants: tuple[World, Prompt], caplog: pytest.LogCaptureFixture) -> None:
+async def test_changes_are_audited(tenants: tuple[ServiceHarness, Prompt], caplog: pytest.LogCaptureFixture) -> None:
     """Each changing call is one line with who, what and how it ended, refused ones too; looks are none, no token is
     shown.
     """

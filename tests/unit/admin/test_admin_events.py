@@ -15,12 +15,12 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         yield opened
 
 
@@ -51,7 +51,7 @@ async def listed(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]
     return found
 
 
-async def test_what_happens_is_told_as_it_happens(made: World) -> None:
+async def test_what_happens_is_told_as_it_happens(made: ServiceHarness) -> None:
     """A follower gets what is kept, then what happens; after a break it goes on behind the last one it saw."""
     tell = made.store.events.tell
     async with made.client("operator") as client:
@@ -67,7 +67,7 @@ async def test_what_happens_is_told_as_it_happens(made: World) -> None:
         assert [one["text"] for one in await listed(client, limit=1)] == ["two left"]
 
 
-async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
+async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: ServiceHarness) -> None:
     """Red and blue each see their own records put aside and their own changes, and that a tier went, without why;
     what sums up all tenants is the operators'.
     """
@@ -96,7 +96,7 @@ async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
             assert [(await anext(events))["text"] for _ in range(3)][-1] == "of b"
 
 
-async def test_orders_that_take_effect_are_told(made: World) -> None:
+async def test_orders_that_take_effect_are_told(made: ServiceHarness) -> None:
     """A quota and retired weights, ordered at whichever service: told where they are followed, once, and withdrawn."""
     orders = made.store.operations.operator_rules
     assert orders is not None
@@ -115,7 +115,7 @@ async def test_orders_that_take_effect_are_told(made: World) -> None:
         assert [one["text"] for one in await listed(blue)] == ["the service started"]
 
 
-async def test_what_was_tried_or_refused_is_no_event(made: World) -> None:
+async def test_what_was_tried_or_refused_is_no_event(made: ServiceHarness) -> None:
     """A dry run and a refusal change nothing; a look is none either."""
     red = await made.save(prompt_of("a", "red"))
     async with made.client("red") as client, made.client("red reader") as reader:
@@ -128,7 +128,7 @@ async def test_what_was_tried_or_refused_is_no_event(made: World) -> None:
         assert (await listed(client))[0]["detail"]["records"] > 0
 
 
-async def test_followers_are_few_and_leave(made: World) -> None:
+async def test_followers_are_few_and_leave(made: ServiceHarness) -> None:
     """The ninth of one token is refused; when the others have gone, there is room again."""
     async with made.client("red") as client:
         async with asyncio.TaskGroup() as group:
@@ -155,10 +155,10 @@ async def test_followers_are_few_and_leave(made: World) -> None:
 
 async def test_following_ends_with_the_time_and_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer ends after its time, with comments in between that keep it alive, or when the service stops."""
-    monkeypatch.setattr("kvstore.service.admin.events._HEARTBEAT_S", 0.0)
-    async with world(tmp_path) as made, made.client("operator") as client:
+    monkeypatch.setattr("kvstore.service.admin.resources.events._HEARTBEAT_S", 0.0)
+    async with open_service(tmp_path) as made, made.client("operator") as client:
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.service.admin.events._FOLLOW_S", 0.1)
+            patched.setattr("kvstore.service.admin.resources.events._FOLLOW_S", 0.1)
             whole = (await client.get("/v1/events")).text
             assert whole.startswith("retry: 2000\n\n") and "\n: still here\n\n" in whole
         async with client.stream("GET", "/v1/events") as answer:
@@ -168,14 +168,14 @@ async def test_following_ends_with_the_time_and_the_service(tmp_path: Path, monk
             assert [line async for line in lines][-1] == ""  # ended, not cut off
 
 
-async def test_wrong_numbers_are_refused(made: World) -> None:
+async def test_wrong_numbers_are_refused(made: ServiceHarness) -> None:
     """`Last-Event-ID` is one of ours, or a mistake to be told."""
     async with made.client("red") as client:
         answer = await client.get("/v1/events?follow=false", headers={"Last-Event-ID": "abc"})
         assert answer.status_code == 422 and "last-event-id" in answer.json()["field"].lower()
 
 
-async def test_history_is_all_or_the_tenants_own(made: World) -> None:
+async def test_history_is_all_or_the_tenants_own(made: ServiceHarness) -> None:
     """Operators see what the service counted; a tenant its own requests, and nothing that sums up others."""
     red = await made.save(prompt_of("a", "red"))
     made.store.tell(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from kvstore.service.admin.family import descendants
+from kvstore.service.admin.jobs.deletions import descendants
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,10 +18,9 @@ import pytest
 
 from kvstore.catalog.books import JOBS, FileBook
 from kvstore.cli.main import main
-from kvstore.service.admin.job import Job, JobKind, JobState
-from kvstore.service.admin.job_keeper import JobKeeper, again_of
+from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobState, Progress
 from kvstore.testing.servers.ports import free_ports
-from tests.unit.admin.admin_world import ended, prompt_of, world
+from tests.unit.admin.service_harness import ended, open_service, prompt_of
 
 START_S = 60
 HOME = "here unix:/s"
@@ -47,7 +46,7 @@ class SharedJobs(FileBook):
 
 
 def job_of(number: int, kind: JobKind = JobKind.GC, *, tenant: str | None = None, **about: str) -> Job:
-    return Job(f"{number:016x}", kind, tenant, about, False, 1_700_000_000 + number)
+    return Job(f"{number:016x}", kind, tenant, about, False, 1_700_000_000 + number, Progress("records"))
 
 
 async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
@@ -60,7 +59,7 @@ async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
         began.set()
         await asyncio.Event().wait()
 
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         prompt = await made.save(prompt_of("a"))
         async with made.client("red") as client:
             assert (await ended(client, await client.post("/v1/gc")))["state"] == "done"
@@ -71,7 +70,7 @@ async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
                 await began.wait()
                 assert job["again"] is None
     async with (
-        world(tmp_path) as made,
+        open_service(tmp_path) as made,
         made.client("red") as client,
         made.client("blue") as blue,
         made.client("operator") as operator,
@@ -90,7 +89,7 @@ async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
 
 @contextmanager
 def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A service process over the directory of `world`, when it is ready; killed at the end."""
+    """A service process over the directory of `open_service`, when it is ready; killed at the end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
         place = folder / "notify"
         place.unlink(missing_ok=True)
@@ -110,7 +109,7 @@ def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGKILL in the middle of a verification: the next service and `kvstore jobs` tell of it; done again it goes."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         await made.save(prompt_of("a"))
     [port], book = free_ports(1), tmp_path / "records/jobs.json"
     url = f"http://127.0.0.1:{port}"
@@ -150,13 +149,13 @@ async def test_whose_service_is_gone(tmp_path: Path) -> None:
     book = SharedJobs(tmp_path, JOBS)
     here, there = JobKeeper(book, HOME, clock), JobKeeper(book, "there unix:/s", clock)
     mine, theirs = job_of(1, tenant="red"), job_of(2)
-    mine.done, mine.total, mine.unit, mine.who = 5, 9, "boundaries", "red/12345678"
+    mine.progress, mine.who = Progress("boundaries", 5, 9), "red/12345678"
     await here.write(mine)
     await there.write(theirs)
     assert await here.interrupted({mine.id}) == []
     [left] = await here.interrupted(())
     assert (left.id, left.state, left.ended_s) == (mine.id, JobState.INTERRUPTED, clock.now_s)
-    assert (left.done, left.total, left.unit, left.who, left.tenant) == (5, 9, "boundaries", "red/12345678", "red")
+    assert (left.progress, left.who, left.tenant) == (mine.progress, "red/12345678", "red")
     clock.now_s += 61
     await here.write(mine)
     assert [job.id for job in await here.interrupted({mine.id})] == [theirs.id]
@@ -192,8 +191,8 @@ async def test_a_book_that_does_not_answer_costs_no_job_anything(
     await keeper.write(job)
     await keeper.ended(job)
     assert await keeper.interrupted(()) == []
-    assert [record.message for record in caplog.records if "not remembered" in record.message] == [
-        "jobs are not remembered beyond a restart: the jobs cannot be read: repair or delete the file "
+    assert [record.message for record in caplog.records if "will forget" in record.message] == [
+        "a restart will forget the jobs that it interrupts: the jobs cannot be read: repair or delete the file "
         f"path={tmp_path}/jobs.json"
     ]
 
@@ -203,12 +202,12 @@ def test_what_starts_it_again_is_never_more_than_it_was() -> None:
     told = {}
     for kind in JobKind:
         job = job_of(1, kind, tier="cold", namespace="0" * 32)
-        assert again_of(job) is None
+        assert job.again is None
         job.state = JobState.INTERRUPTED
-        told[kind] = again_of(job) or ""
+        told[kind] = job.again or ""
         assert told[kind]
     assert told[JobKind.GC] == "kvstore gc --yes" and told[JobKind.DRAIN] == "POST /v1/tiers/cold/drain"
     assert "0" * 32 not in told[JobKind.DELETION]
     trial = job_of(2)
     trial.is_dry_run, trial.state = True, JobState.INTERRUPTED
-    assert again_of(trial) == "kvstore gc"
+    assert trial.again == "kvstore gc"

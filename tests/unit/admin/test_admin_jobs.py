@@ -19,26 +19,26 @@ from kvstore.model.keys import Boundary, RecordKey
 from kvstore.model.prefix_chain import PlainChain
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.admin_world import World, ended, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         yield opened
 
 
-def catalog_of(made: World) -> Catalog:
+def catalog_of(made: ServiceHarness) -> Catalog:
     assert made.tiered._recorder is not None
     return made.tiered._recorder.catalog
 
 
-async def held(made: World, prompt: Prompt) -> int:
+async def held(made: ServiceHarness, prompt: Prompt) -> int:
     await made.store.open_namespace(prompt.description, deadline=soon())
     return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
 
 
-async def test_what_goes_on_from_a_boundary_is_deleted(made: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_goes_on_from_a_boundary_is_deleted(made: ServiceHarness, caplog: pytest.LogCaptureFixture) -> None:
     """A boundary with all behind it, other prompts of the same start included; what is before it stays, and what a pin
     protects. Without `confirm` nothing is deleted, and the report is the same.
     """
@@ -63,7 +63,7 @@ async def test_what_goes_on_from_a_boundary_is_deleted(made: World, caplog: pyte
         )
 
 
-async def save_for(made: World, salt: str, tokens: list[int]) -> list[Boundary]:
+async def save_for(made: ServiceHarness, salt: str, tokens: list[int]) -> list[Boundary]:
     """A prompt of a user, under the hashes of its salt and tokens; parents are learnt as from an engine."""
     from kvstore.api import PrefixQuery
 
@@ -92,7 +92,7 @@ async def test_one_users_prompts_are_deleted_by_salt(tmp_path: Path, is_encrypte
     """
     system, namespace = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red").namespace
     keys = {"encryption_keys": str(write_keys(tmp_path / "keys.toml", [("red", 1, 1)]))} if is_encrypted else {}
-    async with world(tmp_path, **keys) as made, made.client("red") as client:
+    async with open_service(tmp_path, **keys) as made, made.client("red") as client:
         for user in ("anna", "ben"):
             for turn in (1, 2, 3):
                 await save_for(made, user, system + [turn] * 64 * turn)
@@ -109,7 +109,7 @@ async def test_one_users_prompts_are_deleted_by_salt(tmp_path: Path, is_encrypte
         assert "tokens" in alone.json()["detail"]
 
 
-async def test_a_running_job_is_cancelled(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_running_job_is_cancelled(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs in the tier: it is listed as running, to its own tenant alone, and ends when it is told to; what it had
     hidden is served again. One that has ended is told as it is.
     """
@@ -142,7 +142,7 @@ async def test_a_running_job_is_cancelled(made: World, monkeypatch: pytest.Monke
 async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant's third job is refused while two run, another tenant's is not; the service ends although they hang."""
     began = asyncio.Semaphore(0)
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         red, blue = await made.save(prompt_of("a")), await made.save(prompt_of("b", "blue"))
 
         async def hang(*_: object, **__: object) -> None:
@@ -163,7 +163,7 @@ async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeyp
     assert not made.port._thread or not made.port._thread.is_alive()
 
 
-async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> None:
+async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: Path) -> None:
     """Retired weights, a boundary without a slice with all that stands on it, a deletion that was cut off, and a record
     that the catalog lacks: found by a dry run, deleted by the next, and nothing else is.
     """
@@ -188,7 +188,7 @@ async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> N
         fresh = await ended(red, await red.post("/v1/gc"))
         assert fresh["report"]["incomplete"] == {} and fresh["report"]["orphans"] == {}
         pushed = pytest.MonkeyPatch()
-        pushed.setattr("kvstore.service.admin.gc._MENDED_S", 0)  # a minute has passed
+        pushed.setattr("kvstore.service.admin.jobs.gc._UNUSED_S", 0)  # a minute has passed
         waiting = await ended(red, await red.post("/v1/gc"))
         assert waiting["report"]["incomplete"] == {}  # memory has what the tier lacks, and may have still to write it
         await made.store.operations.forget([key])
@@ -207,7 +207,7 @@ async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> N
     assert (await held(made, old), await held(made, broken)) == (0, 64)
 
 
-async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None:
+async def test_the_write_back_is_paused_drained_and_resumed(made: ServiceHarness) -> None:
     """Paused, what is saved waits, and a drain is refused; resumed, the drain ends when it has been written. The events
     tell of all three.
     """
@@ -239,7 +239,7 @@ async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None
         assert (await client.post("/v1/tiers/memory/pause")).status_code == 422
 
 
-async def test_a_tier_is_verified_and_reindexed(made: World, tmp_path: Path) -> None:
+async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: Path) -> None:
     """A damaged record is named and put aside, and the catalog knows; what the catalog lost is told to it again."""
     prompt = await made.save(prompt_of("a"))
     path = tmp_path / "records" / format_name(prompt.key(128))

@@ -17,7 +17,7 @@ from kvstore.client import connect
 from kvstore.service.watching import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.deployment.test_monitoring import METRIC, expressions
-from tests.unit.admin.admin_world import soon, world
+from tests.unit.admin.service_harness import open_service, soon
 
 COLD, QUOTA = 400 << 10, 20 << 10
 
@@ -34,7 +34,7 @@ async def test_a_full_cold_tier_is_seen_everywhere(tmp_path: Path) -> None:
     what is used, the bound by its name, the share, and the number of boundaries that left for each cause; so do events.
     """
     bounds = {"cold_bytes": COLD, "quotas": f"red=:{QUOTA}", "retention_policy": "lru"}
-    async with world(tmp_path, with_tokens=False, **bounds) as made:
+    async with open_service(tmp_path, with_tokens=False, **bounds) as made:
         watcher = Watcher(made.store, made.port._service.history, made.store.events)
         for number in range(40):
             tenant = "red" if number % 2 else "blue"
@@ -80,7 +80,7 @@ async def test_every_series_that_alerts_and_charts_read_is_there_from_the_start(
     what is known once a lookup has asked."""
     others = ("s3_", "pending_", "tenant_", "stages_cut", "catalog_unknown", "catalog_complete")
     elsewhere = re.compile(rf"vllm:|kvstore_({'|'.join(others)})")
-    async with world(tmp_path, with_tokens=False) as made, made.client() as admin:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as admin:
         there = {re.split("[{ ]", line)[0] for line in (await admin.get("/metrics")).text.splitlines()}
     wanted = {name for _, expression in expressions() for name in METRIC.findall(expression)}
     assert {name for name in wanted if not elsewhere.match(name)} <= there
@@ -88,7 +88,7 @@ async def test_every_series_that_alerts_and_charts_read_is_there_from_the_start(
 
 async def test_a_tenant_is_told_of_its_own_quota_only(tmp_path: Path) -> None:
     """By its token, on the data port."""
-    async with world(tmp_path, quotas="red=:1MiB,blue=:2MiB") as made:
+    async with open_service(tmp_path, quotas="red=:1MiB,blue=:2MiB") as made:
         store = connect(str(made.server.addresses[0]), token="red token")
         try:
             status: Any = await store.status(deadline=soon())

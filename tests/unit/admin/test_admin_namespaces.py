@@ -11,14 +11,14 @@ import pytest
 from kvstore.cli.main import main
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.admin_world import World, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service
 
 LAYOUT = describe_layout(ATTENTION)
 LLAMA = {"architecture": "LlamaForCausalLM", "compute_dtype": "bfloat16", "cache_dtype": "auto", "layout": LAYOUT}
 FP8 = {**LLAMA, "cache_dtype": "fp8_e4m3"}
 
 
-async def saved(made: World, fields: dict[str, object]) -> Prompt:
+async def saved(made: ServiceHarness, fields: dict[str, object]) -> Prompt:
     prompt = Prompt(ATTENTION, "a", 64 * 2)
     object.__setattr__(prompt, "description", NamespaceDescription.from_fields(fields))
     return await made.save(prompt)
@@ -29,7 +29,7 @@ async def test_every_list_names_the_model_first(
 ) -> None:
     """`ls`, `top`, `show` and the routes have model and types; two of one model are told apart by what differs, and
     `show --compare` has the fields that differ with both values, and no others; what is emptied is listed no more."""
-    async with world(tmp_path, with_tokens=False) as made, made.client() as admin:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as admin:
         monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.removeprefix("http://"))
         one, other = await saved(made, LLAMA), await saved(made, FP8)
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path, quotas="red=1MiB:2MiB", disk_bytes="256MiB") as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path, quotas="red=1MiB:2MiB", disk_bytes="256MiB") as opened:
         yield opened
 
 
-async def test_quotas_are_set_shown_and_withdrawn(made: World) -> None:
+async def test_quotas_are_set_shown_and_withdrawn(made: ServiceHarness) -> None:
     """An operator's order stands over the settings and is held at once; each tenant sees its own."""
     await made.save(prompt_of("a", "red"))
     async with made.client("operator") as client, made.client("red") as red, made.client("blue") as blue:
@@ -54,7 +54,7 @@ async def test_quotas_are_set_shown_and_withdrawn(made: World) -> None:
         assert (await client.get("/v1/quotas/blue/sky")).status_code == 404
 
 
-async def test_weights_are_listed_retired_and_taken_back(made: World) -> None:
+async def test_weights_are_listed_retired_and_taken_back(made: ServiceHarness) -> None:
     """A tenant retires its own, which asks first; an operator's order holds for all, and is not a tenant's to take
     back.
     """

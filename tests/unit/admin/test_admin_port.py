@@ -12,18 +12,18 @@ import pytest
 
 from kvstore.client import connect
 from kvstore.errors import InvalidRequest
-from kvstore.service.admin.local_user import is_own_user, user_in_table
+from kvstore.service.admin.access import is_own_user, user_in_table
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.credentials import Credentials
 from kvstore.service.failures import FailureLimit
 from kvstore.settings import load_settings
 from kvstore.wire.address import TcpAddress
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 async def test_without_tokens_the_own_user_may_do_all(tmp_path: Path) -> None:
     """A single user's machine needs no set-up: every tenant is seen, and changed."""
-    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as client:
         red = await made.save(prompt_of("a", "red"))
         assert [one["tenant"] for one in (await client.get("/v1/namespaces")).json()["namespaces"]] == ["red"]
         assert (await client.get("/metrics")).status_code == 200
@@ -33,7 +33,7 @@ async def test_without_tokens_the_own_user_may_do_all(tmp_path: Path) -> None:
 
 async def test_web_pages_are_refused_without_tokens(tmp_path: Path) -> None:
     """A page in the user's own browser, by another site's name that leads here or by its own, may not even look."""
-    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as client:
         hosts = ("evil.example", "127.0.0.1.evil.example:80", "", "user@127.0.0.1.evil.example", "[")
         for field, values in (("host", hosts), ("origin", ("http://evil.example", "null", ""))):
             for value in values:
@@ -47,7 +47,7 @@ async def test_web_pages_are_refused_without_tokens(tmp_path: Path) -> None:
 async def test_other_users_are_refused_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever connects as another user is told what would let it in. (Only root could be another user for real.)"""
     monkeypatch.setattr("kvstore.service.admin.access.is_own_user", lambda peer, own: False)
-    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as client:
         answer = await client.get("/v1/namespaces")
         assert answer.status_code == 403 and "credentials_file" in answer.json()["detail"]
         assert (await client.get("/livez")).status_code == 200
@@ -88,7 +88,7 @@ def test_others_need_tokens(host: str) -> None:
     check_admin_listen(loopback, None, has_certificate=True)
 
 
-async def asked(made: World) -> None:
+async def asked(made: ServiceHarness) -> None:
     """The data port answers."""
     store = connect(str(made.server.addresses[0]), token="red token")
     try:
@@ -99,7 +99,7 @@ async def asked(made: World) -> None:
 
 async def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another program has it, or it may not be used: the setting is named, and the service goes on."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         port = int(made.url.rpartition(":")[2])
         for host, said in (("127.0.0.1", "another program listens there"), ("192.0.2.1", "cannot listen")):
             settings = load_settings({"admin_listen": f"{host}:{port}", "cold": "memory:"})
@@ -114,7 +114,7 @@ async def test_a_missing_package_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not installed is named with the command that installs it."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         monkeypatch.setattr("kvstore.service.admin.port.find_spec", lambda name: None)
         settings = load_settings({"admin_listen": "127.0.0.1:0"})
         async with admin_port(Administered(settings, None, made.store, made.server)) as port:
@@ -127,9 +127,9 @@ async def test_nothing_is_loaded_before_somebody_asks(tmp_path: Path) -> None:
     """A service that nobody administers imports no framework and starts no thread; the first request is answered."""
     code = (
         "import asyncio, sys, pathlib, threading\n"
-        "from tests.unit.admin.admin_world import world\n"
+        "from tests.unit.admin.service_harness import open_service\n"
         "async def main():\n"
-        "    async with world(pathlib.Path(sys.argv[1])) as made:\n"
+        "    async with open_service(pathlib.Path(sys.argv[1])) as made:\n"
         "        print(made.port.is_started, 'fastapi' in sys.modules, 'uvicorn' in sys.modules)\n"
         "        async with made.client() as client:\n"
         "            print((await client.get('/livez')).text)\n"
@@ -145,7 +145,7 @@ async def test_nothing_is_loaded_before_somebody_asks(tmp_path: Path) -> None:
 async def test_it_ends_with_the_service(tmp_path: Path) -> None:
     """After the end nobody listens there, whether it was asked or not."""
     for is_asked in (False, True):
-        async with world(tmp_path) as made:
+        async with open_service(tmp_path) as made:
             if is_asked:
                 async with made.client() as client:
                     assert (await client.get("/livez")).status_code == 200

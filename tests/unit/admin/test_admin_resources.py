@@ -18,16 +18,16 @@ from kvstore.model.keys import RecordKey
 from kvstore.model.prefix_chain import PlainChain
 from kvstore.model.spans import Span
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         yield opened
 
 
-async def test_a_namespace_is_described_in_full(made: World) -> None:
+async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
     """Everything that makes it this one, and what it holds; the list has totals over all its pages."""
     prompts = [await made.save(Prompt(ATTENTION, "a", 128, model=f"m{i}", tenant="red")) for i in range(3)]
     async with made.client("red") as client:
@@ -44,7 +44,7 @@ async def test_a_namespace_is_described_in_full(made: World) -> None:
         assert detail["held"] == {"filesystem": {"num_boundaries": 2, "num_records": 4, "num_bytes": 4768}}
 
 
-async def test_prefixes_are_listed_in_pages(made: World) -> None:
+async def test_prefixes_are_listed_in_pages(made: ServiceHarness) -> None:
     """Every boundary once, in the order that was asked for, also where many are equal."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64 * 11, tenant="red"))
     assert made.store._recorder is not None
@@ -70,7 +70,7 @@ async def test_prefixes_are_listed_in_pages(made: World) -> None:
             assert one["prefix"] == prompt.boundary(one["tokens"]).prefix.hex()
 
 
-async def test_one_prefix_with_its_family(made: World) -> None:
+async def test_one_prefix_with_its_family(made: ServiceHarness) -> None:
     """Groups, slices and tiers, this node's memory too; parents up to the start, and what goes on from it."""
     prompt = await made.save(Prompt(HYBRID, "a", 64 * 4 + 16, tenant="red"))
     async with made.client("red") as client:
@@ -119,7 +119,7 @@ def test_plain_tokens_are_hashed_as_engines_do(salt: str | None) -> None:
     assert chain.extend(tokens[:512]) + chain.extend(tokens[512:]) == engine.boundaries
 
 
-async def save_tokens(made: World, tokens: list[int], *, without: tuple[int, int] | None = None) -> Prompt:
+async def save_tokens(made: ServiceHarness, tokens: list[int], *, without: tuple[int, int] | None = None) -> Prompt:
     """Pages of a prompt under the hashes of its tokens, but for one slice at one boundary."""
     prompt = Prompt(HYBRID, "tokens", 64, tenant="red")
     await made.store.open_namespace(prompt.description, deadline=soon())
@@ -142,7 +142,7 @@ def sealed(key: RecordKey, kind: object, span: Span) -> Record:
     return seal(HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000), data)  # type: ignore[arg-type]
 
 
-async def test_a_lookup_tells_where_it_stops(made: World) -> None:
+async def test_a_lookup_tells_where_it_stops(made: ServiceHarness) -> None:
     """A slice of the third page is nowhere: the prompt resumes behind the second, and the group, page and slice are
     named. A salt is another prompt; nothing counts as a use.
     """
@@ -172,7 +172,7 @@ async def test_a_lookup_tells_where_it_stops(made: World) -> None:
     assert made.store.meters.get("lookups") == lookups
 
 
-async def test_pins_protect_until_they_end(made: World) -> None:
+async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
     """A pin is listed and keeps its boundary and all before it from deletion; without it all goes."""
     prompt = await made.save(prompt_of("a"))
     namespace, prefixes = prompt.namespace.hex(), {t: prompt.boundary(t).prefix.hex() for t in (64, 128, 192, 320, 336)}
@@ -200,7 +200,7 @@ async def test_pins_protect_until_they_end(made: World) -> None:
         assert (await client.delete(f"/v1/pins/{namespace}/{prefixes[192]}")).status_code == 404
 
 
-async def test_deletion_asks_first(made: World) -> None:
+async def test_deletion_asks_first(made: ServiceHarness) -> None:
     """Without `confirm` it tells what would go; with it the records are gone from every tier and the totals, for
     engines too, and a second time there is nothing. What is deleted can be saved again.
     """
@@ -231,7 +231,7 @@ async def test_deletion_asks_first(made: World) -> None:
     assert (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 336
 
 
-async def test_a_deletion_that_failed_is_seen_again(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deletion_that_failed_is_seen_again(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tier refuses: the answer says that it is the service's turn, and what was hidden is served as before."""
     from kvstore.errors import Unavailable
 
@@ -268,7 +268,7 @@ BAD = [
 ]
 
 
-async def test_bad_parameters_are_named(made: World) -> None:
+async def test_bad_parameters_are_named(made: ServiceHarness) -> None:
     """Which field, what was expected and what was seen, as a problem."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     async with made.client("red") as client:
@@ -284,7 +284,7 @@ JSON = {"content-type": "application/json"}
 LONE_SURROGATE = b'{"namespace":"' + b"0" * 32 + b'","token_ids":[],"cache_salt":"\\ud800"}'
 
 
-async def test_bad_bodies_are_named(made: World) -> None:
+async def test_bad_bodies_are_named(made: ServiceHarness) -> None:
     """Not JSON, not sent as JSON, unknown fields, ids that are none, and more than a body may have."""
     async with made.client("red") as client:
         cases = [
@@ -324,7 +324,7 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
     from kvstore.testing.servers.ports import free_ports
 
     hot = f"redis://127.0.0.1:{free_ports(1)[0]}"
-    async with world(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
+    async with open_service(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
         assert (await client.get("/livez")).status_code == 200
         answer = await client.get("/readyz")
         tiers = {tier["name"]: tier for tier in answer.json()["tiers"]}
@@ -344,7 +344,7 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
 
 
-async def test_requests_are_explained_to_their_tenant(made: World) -> None:
+async def test_requests_are_explained_to_their_tenant(made: ServiceHarness) -> None:
     """Newest first, one's own alone; one in full; an operator sees all; what nobody told of is not there."""
     prompt = await made.save(Prompt(ATTENTION, "a", 128, tenant="red"))
     for tenant, request in (("red", "chatcmpl-1"), ("blue", "chatcmpl-2"), ("red", "chatcmpl-3")):

@@ -20,7 +20,7 @@ from kvstore.wire import tls as tls_module
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ClientTls
 from tests.deployment.files import manifests
-from tests.unit.admin.admin_world import World, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
 
 Certificate = tuple[Path, Path]
 BEARER = {"Authorization": "Bearer operator token"}
@@ -43,7 +43,7 @@ def flags_of(certificate: Certificate, **more: object) -> dict[str, object]:
     return {"admin_listen": "tls://127.0.0.1:0", "tls_certificate_file": cert, "tls_key_file": key, **more}
 
 
-async def get(made: World, tls: ClientTls, path: str = "/v1/namespaces") -> int:
+async def get(made: ServiceHarness, tls: ClientTls, path: str = "/v1/namespaces") -> int:
     """The status of an answer to a new connection."""
     async with httpx.AsyncClient(verify=tls.context(), base_url=made.url, timeout=60.0) as client:
         return (await client.get(path, headers=BEARER)).status_code
@@ -54,7 +54,7 @@ async def test_it_is_believed_by_its_authority_alone(
 ) -> None:
     """HTTPS with a token as ever; a stranger's authority and the system's do not believe it; plain HTTP is lost."""
     caplog.set_level("INFO", "kvstore")
-    async with world(tmp_path, **flags_of(ours)) as made:
+    async with open_service(tmp_path, **flags_of(ours)) as made:
         assert made.url.startswith("https://") and f"administration address={made.url}" in caplog.text
         assert await get(made, ClientTls(ours[0])) == 200
         for tls in (ClientTls(theirs[0]), ClientTls()):
@@ -71,7 +71,7 @@ async def test_without_tokens_the_own_user_is_known_through_tls(tmp_path: Path, 
     """The kernel tells the peer as ever, and a page of the interface itself is the one of its scheme."""
     verify = ClientTls(ours[0]).context()
     async with (
-        world(tmp_path, with_tokens=False, **flags_of(ours)) as made,
+        open_service(tmp_path, with_tokens=False, **flags_of(ours)) as made,
         httpx.AsyncClient(verify=verify, base_url=made.url, timeout=60.0) as client,
     ):
         for origin, status in ((made.url, 200), (made.url.replace("https:", "http:"), 403)):
@@ -80,7 +80,7 @@ async def test_without_tokens_the_own_user_is_known_through_tls(tmp_path: Path, 
 
 async def test_only_peers_with_a_certificate(tmp_path: Path, ours: Certificate, theirs: Certificate) -> None:
     """Mutual TLS: none and a stranger's do not get as far as a request, health included; the right one does."""
-    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
+    async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
         for tls in (ClientTls(ours[0]), ClientTls(ours[0], *theirs)):
             for path in ("/livez", "/v1/namespaces"):
                 with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError, ssl.SSLError)):
@@ -107,7 +107,7 @@ async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> 
         )
         return await run.wait()
 
-    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])):
+    async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])):
         assert await status() == 0
     assert await status() != 0
 
@@ -120,7 +120,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(ours[0].read_bytes())
     key.write_bytes(ours[1].read_bytes())
-    async with world(tmp_path, **flags_of((cert, key))) as made:
+    async with open_service(tmp_path, **flags_of((cert, key))) as made:
         assert await get(made, ClientTls(ours[0])) == 200
         cert.write_bytes(theirs[0].read_bytes())  # half renewed
         assert await get(made, ClientTls(ours[0])) == 200
@@ -133,7 +133,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
 async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Certificate) -> None:
     """Healthy; not believed; without our certificate; spoken to in the wrong way; nobody there; off."""
     (nobody,) = free_ports(1)
-    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
+    async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
         port = int(made.url.rpartition(":")[2])
 
         async def verdict(tls: ClientTls, *, host: str = "127.0.0.1", port: int = port, speaks: bool = True) -> str:
@@ -153,7 +153,7 @@ async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Cer
 
 async def test_the_doctor_knows_an_interface_without_tls(tmp_path: Path, ours: Certificate) -> None:
     """Asked in HTTPS where HTTP is spoken, it names the restart; in HTTP all is well."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         port = int(made.url.rpartition(":")[2])
         asked = await administration_finding(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())
         assert asked.verdict is Verdict.WARNING and "without TLS" in asked.fix

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.service.admin.token_ids import split_token_ids
+from kvstore.service.admin.resources.prompt import split_token_ids
 
 LONG = list(range(100, 30_000))
 MAX = 40_000

@@ -14,7 +14,7 @@ from kvstore.cli.main import _VERBS, main
 from kvstore.cli.shown import amounts_text, counted
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str]]]
 
@@ -81,7 +81,7 @@ def test_simulate_names_all_policies(capsys: pytest.CaptureFixture[str], tmp_pat
 async def test_unpin_and_quota_say_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Of a pin whether there was one; of a quota what was removed. Setting a maximum keeps the guarantee, and the other
     way round."""
-    async with world(tmp_path, with_tokens=False) as made:
+    async with open_service(tmp_path, with_tokens=False) as made:
         monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.removeprefix("http://"))
         prompt = await made.save(prompt_of("a"))
         place = (prompt.namespace.hex(), prompt.boundary(64).prefix.hex())
@@ -101,7 +101,7 @@ async def test_a_wrong_token_is_not_an_absent_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """The service answers: the verb says so, and where a token is given."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         await made.server.listen([parse_address("tcp://127.0.0.1:0")])
         url = str(made.server.addresses[-1])
         monkeypatch.setenv("KVSTORE_TOKEN", "nobody's token")

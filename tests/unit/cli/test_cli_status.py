@@ -15,7 +15,7 @@ from kvstore.cli.status_findings import findings, part_of
 from kvstore.cli.status_page import page_of
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.store.explain.reports import WINDOW_S, Recent
-from tests.unit.admin.admin_world import World, prompt_of, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.unit.cli.test_cli_admin import Run, run
 
 __all__ = ["run"]
@@ -238,14 +238,14 @@ def test_recent_losses_are_forgotten_after_the_window() -> None:
 
 
 @pytest.fixture
-async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         monkeypatch.setenv("KVSTORE_LISTEN", f"unix:{tmp_path / 'socket'}")
         monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
         yield opened
 
 
-async def test_a_real_service_is_shown(made: World, run: Run) -> None:
+async def test_a_real_service_is_shown(made: ServiceHarness, run: Run) -> None:
     """The page, with --all every value behind it, with --json the fields that it always had."""
     await made.save(prompt_of("a"))
     status, out, err = await run("status")

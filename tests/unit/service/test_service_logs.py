@@ -28,7 +28,7 @@ from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 PROMPT = Prompt(ATTENTION, "a", 128, tenant="red")
 
@@ -162,7 +162,7 @@ async def test_the_administration_repeats_the_request_id(
 ) -> None:
     """The peer's where it can stand in a log, else ours; the audit log has it, and a line of the data loop too."""
     prompt = prompt_of("a")
-    async with world(tmp_path) as made, made.client("red") as client:
+    async with open_service(tmp_path) as made, made.client("red") as client:
         await made.save(prompt)
         path = f"/v1/prefixes/{prompt.namespace.hex()}/{prompt.boundary(64).prefix.hex()}"
         answer = await client.delete(path, headers={"X-Request-Id": "ticket-4711"})
