@@ -13,8 +13,8 @@ from benchmarks.stores import TierStore
 from kvstore.format.names import format_name
 from kvstore.format.record import HEADER_BYTES, Record
 from kvstore.tiers.base import Tier
+from kvstore.tiers.redis.reading import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.resp import encode_command
-from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 
 __all__ = ["RawGets"]
 

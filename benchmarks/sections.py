@@ -109,14 +109,7 @@ async def open_s3_tier(server: CephRgw) -> S3Tier:
     from kvstore.tiers.s3 import S3Tier
 
     server.create_bucket(_BUCKET)
-    return await S3Tier.open(
-        _BUCKET,
-        "benchmark",
-        endpoint_url=server.endpoint_url,
-        region=server.region,
-        access_key=server.access_key,
-        secret_key=server.secret_key,
-    )
+    return await S3Tier.open(server.location(_BUCKET, "benchmark"), credentials=server.credentials)
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def _redis(plan: Plan, listener: Listener) -> list[Row]:
             from benchmarks.lmcache_redis import open_lmcache
             from benchmarks.raw_redis import RawGets
             from kvstore.tiers.redis import RedisTier
-            from kvstore.tiers.redis.stripes import PART_BYTES
+            from kvstore.tiers.redis.reading import PART_BYTES
 
             tier = RedisTier.from_url(server.url, num_connections=_NUM_CONNECTIONS)
             raws = [

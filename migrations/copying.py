@@ -14,9 +14,9 @@ from kvstore.catalog.entry import PINNED_AT, Level
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.background import gather_all
 from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.gather import gather_all
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
 from migrations.plan import Step, Verdict
 from migrations.store import Listed, Store, soon

@@ -18,6 +18,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
@@ -26,9 +27,9 @@ from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.reindexing import CatalogKeeper, mark_if_empty
 from kvstore.tiers.base import Tier
+from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier, tell_put_aside
 
 __all__ = ["open_catalog", "open_store", "open_tier", "store_limits"]
 
@@ -66,13 +67,13 @@ async def open_store(
         arena_bytes = settings.memory_bytes * 9 // 8 + _ARENA_SPARE_BYTES
         arena = Arena.open(arena_bytes, ahead_bytes=min(_WARM_BYTES, settings.memory_bytes))
         memory = MemoryTier(settings.memory_bytes, arena=arena)
-        memory.on_quarantine = partial(tell_put_aside, events, memory.name)
+        memory.on_quarantine = partial(report_quarantine, events, memory.name)
         stack.push_async_callback(memory.aclose)
         guard = partial(_guarded, stack=stack, clock=clock, meters=meters, events=events, tracing=tracing)
         hot = await guard(await _open_hot(settings.hot, settings), settings.hot)
         cold = await guard(await _open_cold(settings.cold, settings, meters), settings.cold)
-        # while the hot tier is left alone, nothing else is asked of its server either
-        gate = hot.check_used if hot is not None else None
+        # while the hot tier is not used, its server gets no other requests either
+        gate = hot.check_usable if hot is not None else None
         pending = await _open_pending(settings, stack, clock, gate)
         recorder = await _open_recorder(settings, stack, meters, clock, gate)
         if recorder is not None:
@@ -164,7 +165,7 @@ async def _guarded(
     """Put the guard around a tier that was just opened, and see whether it answers."""
     if tier is None:
         return None
-    guarded = GuardedTier(tier, meters=meters, clock=clock, events=events, tracing=tracing)
+    guarded = GuardedTier(tier, Instruments(clock, meters, events, tracing))
     stack.push_async_callback(guarded.aclose)
     await _look_at(guarded, setting, clock)
     return guarded
@@ -323,13 +324,7 @@ async def _s3(location: S3Location, meters: Meters) -> Tier:
         from kvstore.tiers.s3 import S3Tier
     except ImportError as error:
         raise _missing("s3", "cold", error) from error
-    return await S3Tier.open(
-        location.bucket,
-        location.prefix,
-        endpoint_url=location.endpoint_url,
-        region=location.region,
-        meters=meters,
-    )
+    return await S3Tier.open(location, meters=meters)
 
 
 def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:
@@ -361,7 +356,7 @@ async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
             error,
         )
         if isinstance(error, Unavailable):
-            guarded.leave_alone(str(error))
+            guarded.open_breaker(str(error))
         return
     try:
         for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, clock)):

@@ -19,9 +19,9 @@ from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from kvstore.format.names import ROOT, manifest_name
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription, field_differences
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
-from kvstore.tiers.gather import gather_all
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
 
 __all__ = ["Difference", "differences", "judge_namespaces", "namespaces_check"]

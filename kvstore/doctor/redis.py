@@ -13,8 +13,7 @@ from kvstore.runtime.sizes import format_bytes
 from kvstore.tiers.locations import RedisLocation
 
 if TYPE_CHECKING:  # it needs the extra `redis`
-    from kvstore.tiers.redis.examine import RedisExamination
-    from kvstore.tiers.redis.facts import ServerFacts
+    from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
 
 __all__ = ["REDIS_NAMES", "judge_redis", "judge_refusal", "redis_check"]
 
@@ -149,7 +148,7 @@ def _judge_sentinels(seen: RedisExamination) -> Finding:
 
 
 def _judge_version(server: ServerFacts) -> Finding:
-    from kvstore.tiers.redis.facts import VERSION_MIN, parse_version
+    from kvstore.tiers.redis.examine import VERSION_MIN, parse_version
 
     name, least = "redis.version", ".".join(map(str, VERSION_MIN))
     seen, expected = f"{server.product} {server.version or 'unknown'}", f"Redis {least} or later, or Valkey"
@@ -161,7 +160,7 @@ def _judge_version(server: ServerFacts) -> Finding:
 
 
 def _judge_memory(server: ServerFacts) -> Finding:
-    from kvstore.tiers.redis.facts import MEMORY_BYTES_MIN
+    from kvstore.tiers.redis.examine import MEMORY_BYTES_MIN
 
     name, limit = "redis.memory", server.limit_bytes
     best = server.machine_bytes * 3 // 4 if server.machine_bytes is not None else None
@@ -207,7 +206,7 @@ def _judge_persistence(server: ServerFacts) -> Finding:
 
 
 def _judge_latency(server: ServerFacts) -> Finding:
-    from kvstore.tiers.redis.facts import SLOW_S
+    from kvstore.tiers.redis.examine import SLOW_S
 
     name, seen = "redis.latency", f"{server.latency_s * 1000:.2f} ms for the best of a few small round trips"
     expected = f"at most {SLOW_S * 1000:g} ms, as in one data centre"

@@ -13,8 +13,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import S3Location, without_secrets
 
 if TYPE_CHECKING:  # it needs the extra `s3`
-    from kvstore.tiers.s3.examine import BucketExaminer, Trial
-    from kvstore.tiers.s3.lifecycle import LifecycleRule
+    from kvstore.tiers.s3.examine import BucketExaminer, LifecycleRule, Trial
 
 __all__ = [
     "S3_NAMES",

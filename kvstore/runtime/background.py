@@ -1,4 +1,4 @@
-"""Background tasks with an owner: none outlives it."""
+"""Tasks: in the background with an owner that none outlives, several at once, or run to their end without a caller."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import asyncio
 import contextvars
 import logging
 import socket
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
-from kvstore.errors import Closed
+from kvstore.errors import Closed, KVStoreError, Unavailable
+from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Background", "on_loose_exception"]
+__all__ = ["Background", "Work", "gather_all", "on_loose_exception", "outcome_of"]
 
 _log = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 5.0
+
+T = TypeVar("T")
+
+Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 class Background:
@@ -54,6 +59,29 @@ class Background:
         task.add_done_callback(self._ended_awaited if is_awaited else self._ended)
         return task
 
+    async def run_to_end(self, work: Work[T], what: str, deadline: Deadline) -> T:
+        """Run `work` as a task and return its result.
+
+        Raises:
+            Unavailable: The deadline came first. The work continues.
+            Closed: The owner was closed during the work.
+
+        If cancelled, the work continues: its steps need limits of their own.
+        """
+
+        async def captured() -> T | KVStoreError:
+            # an expected error is a result here: if the caller is gone, it is not logged as a bug
+            try:
+                return await work()
+            except KVStoreError as error:
+                return error
+
+        task: asyncio.Task[T | KVStoreError] = self.spawn(captured(), what)
+        outcome = await outcome_of(task, what, deadline)
+        if isinstance(outcome, KVStoreError):
+            raise outcome
+        return outcome
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -91,3 +119,31 @@ def on_loose_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
     """
     if not isinstance(context.get("exception"), socket.gaierror):
         loop.default_exception_handler(context)
+
+
+async def outcome_of(future: asyncio.Future[T], what: str, deadline: Deadline) -> T:
+    """Wait for a future that others may also wait for, without ever cancelling it; errors as `run_to_end`."""
+    await asyncio.wait({future}, timeout=deadline.remaining_s)
+    if not future.done():
+        raise Unavailable(f"could not {what} before the deadline")
+    if future.cancelled():
+        raise Closed(f"closed before it could {what}")
+    return future.result()
+
+
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. If one fails, the others are cancelled, and its error is raised once they have ended.
+
+    Not `asyncio.TaskGroup`: when a child fails while its parent waits, Python 3.11 leaves the parent with
+    `cancelling() == 1`, and a library that checks it (aiohttp) mistakes its own inner cancellation for its caller's.
+
+    If cancelled, all are cancelled.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -16,6 +16,7 @@ from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.model.layout import Layout
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.long_work import PIECE, LongWork, who_asks
@@ -36,7 +37,6 @@ from kvstore.store.placement import (
     spread,
 )
 from kvstore.tiers.base import Tier
-from kvstore.tiers.gather import gather_all
 from kvstore.tiers.memory import MemoryTier
 
 __all__ = ["AbsentKeys", "CatalogLookup", "PresenceFinder"]

@@ -28,7 +28,7 @@ TOPS = {
     "kvstore/client/connection.py": "a session's top: a caller's callback fails its own call alone",
     "kvstore/service/admin/port.py": "a thread's top",
     "kvstore/service/session.py": "a session's top",
-    "kvstore/tiers/wrap/guarded.py": "a background task's top",
+    "kvstore/tiers/guarded.py": "a background task's top",
 }
 
 # Spelled in pieces, so that this file does not contain them.

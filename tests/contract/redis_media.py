@@ -14,7 +14,7 @@ from kvstore.testing.servers import RedisCluster, RedisSentinel
 from kvstore.testing.tier_contract import Medium
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.stripes import STRIPE_BYTES
+from kvstore.tiers.redis.reading import STRIPE_BYTES
 
 
 class RedisMedium(Medium):

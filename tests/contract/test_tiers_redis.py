@@ -18,8 +18,7 @@ from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.reading import Reading
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
+from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, stripe_names, stripe_ranges
 from tests.contract.redis_media import RedisMedium
 
 pytestmark = pytest.mark.servers
@@ -105,14 +104,14 @@ async def test_a_stripe_that_goes_before_its_header_comes(
     of it is left that says otherwise."""
     record = make_record(1, LARGE_BYTES)
     topology = tier._topology  # type: ignore[attr-defined]
-    move = topology.move
+    transfer = topology.transfer
 
-    async def move_and_lose(name: str, command: Sequence[Any], *, deadline: Deadline) -> object:
-        reply = await move(name, command, deadline=deadline)
+    async def transfer_and_lose(name: str, command: Sequence[Any], *, deadline: Deadline) -> object:
+        reply = await transfer(name, command, deadline=deadline)
         medium.raw.delete(stripe_names(record.header)[1])
         return reply
 
-    monkeypatch.setattr(topology, "move", move_and_lose)
+    monkeypatch.setattr(topology, "transfer", transfer_and_lose)
     assert await tier.put(record, deadline=soon()) is PutOutcome.FULL
     assert await tier.head([record.key], deadline=soon()) == [None]
     assert all(medium.raw.ttl(name) > 0 for name in medium.raw.keys("*"))

@@ -32,13 +32,7 @@ class S3Medium(Medium):
         server.create_bucket(self.bucket)
 
     async def open_tier(self) -> Tier:
-        return await S3Tier.open(
-            self.bucket,
-            self.prefix,
-            endpoint_url=self.server.endpoint_url,
-            access_key=self.server.access_key,
-            secret_key=self.server.secret_key,
-        )
+        return await S3Tier.open(self.server.location(self.bucket, self.prefix), credentials=self.server.credentials)
 
     def path(self, key: RecordKey) -> str:
         return f"/{self.bucket}/{self.prefix}/{format_name(key)}"

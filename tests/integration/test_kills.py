@@ -93,14 +93,7 @@ async def pending(hot: RedisServer, bucket: str) -> PendingTotals:
 
 @asynccontextmanager
 async def in_s3(rgw: CephRgw, bucket: str) -> AsyncIterator[S3Tier]:
-    tier = await S3Tier.open(
-        bucket,
-        "kills",
-        endpoint_url=rgw.endpoint_url,
-        region=rgw.region,
-        access_key=rgw.access_key,
-        secret_key=rgw.secret_key,
-    )
+    tier = await S3Tier.open(rgw.location(bucket, "kills"), credentials=rgw.credentials)
     try:
         yield tier
     finally:

@@ -21,7 +21,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, redis_tls_server, valkey_server
 from kvstore.testing.servers.redis_tls import TLS_PASSWORD
 from kvstore.tiers.base import PutOutcome, Severity
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.examine import examine_redis
 

@@ -8,7 +8,7 @@ from kvstore.doctor.finding import Finding, Verdict
 from kvstore.doctor.redis import judge_redis
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import redis_cluster, redis_sentinel
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis.examine import examine_redis
 
 pytestmark = [pytest.mark.servers, pytest.mark.full]  # six servers for each of them

@@ -15,13 +15,15 @@ from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
 from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.wrap import Breaker, GuardedTier
 
 pytestmark = pytest.mark.servers
 
@@ -131,7 +133,9 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     """Frozen: one call waits, all others are refused at once; thawed: served again without any call having failed."""
     meters = Meters()
     tier = GuardedTier(
-        RedisTier.from_url(server.url), meters=meters, breaker=Breaker(hang_s=0.25, delay_first_s=0.1, delay_max_s=0.4)
+        RedisTier.from_url(server.url),
+        Instruments(meters=meters),
+        breaker=Breaker(hang_s=0.25, delay_first_s=0.1, delay_max_s=0.4),
     )
     record = make_record(1)
     await tier.put(record, deadline=Deadline.after(5))
@@ -141,7 +145,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
         await tier.get(record.key, deadline=Deadline.after(0.3))
     started_s = time.monotonic()
     for _ in range(100):
-        with pytest.raises(Unavailable, match="left alone"):
+        with pytest.raises(Unavailable, match="not used until"):
             await tier.get(record.key, deadline=Deadline.after(60))
     assert time.monotonic() - started_s < 10
     await asyncio.sleep(0.5)
@@ -155,7 +159,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     assert stored is not None and stored.data == record.data
     assert meters.get("tier_refused", tier="redis") == 100
     assert meters.get("tier_open", tier="redis") == 0
-    lines = [entry for entry in caplog.records if entry.name == "kvstore.tiers.wrap.guarded"]
+    lines = [entry for entry in caplog.records if entry.name == "kvstore.tiers.guarded"]
     assert [entry.levelname for entry in lines] == ["WARNING", "INFO"]
     assert "check" in lines[0].getMessage()
     await tier.aclose()

@@ -23,11 +23,11 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
 from kvstore.testing.servers.redis_group import RedisGroup, ask
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.slots import slot_of
-from kvstore.tiers.redis.stripes import stripe_names
+from kvstore.tiers.redis.reading import stripe_names
 from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, served_everywhere
 
 pytestmark = pytest.mark.servers
@@ -319,7 +319,7 @@ async def test_a_frozen_node_costs_one_deadline(tier: RedisTier, cluster: RedisC
         assert time.monotonic() - started_s < 5
         started_s = time.monotonic()
         for _ in range(20):
-            with pytest.raises(Unavailable, match=f"left alone.*127.0.0.1:{frozen.port}"):
+            with pytest.raises(Unavailable, match=f"not used until.*127.0.0.1:{frozen.port}"):
                 await tier.get(here.key, deadline=Deadline.after(60))
             stored = await tier.get(there.key, deadline=Deadline.after(5))
             assert stored is not None and stored.data == there.data

@@ -23,7 +23,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.store_node import soon
-from kvstore.tiers.wrap import guarded
+from kvstore.tiers import guarded
 
 pytestmark = pytest.mark.servers
 

@@ -26,7 +26,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.store_node import soon
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.facts import parse_info
+from kvstore.tiers.redis.examine import parse_info
 from tests.security.strange_redis import strange_redis
 
 pytestmark = pytest.mark.servers

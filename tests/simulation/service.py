@@ -12,6 +12,7 @@ from kvstore.eviction.admission import AdmitAll
 from kvstore.eviction.candidates import AUTO
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import CataloguedTier, Recorder
@@ -23,8 +24,8 @@ from kvstore.store.retention.policy_choice import AutoChoice, candidates_of
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.reindexing import mark_if_empty
 from kvstore.testing.dict_pending import DictPendingLog
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier
 from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle
 from tests.simulation.process import Process
@@ -160,7 +161,7 @@ class Service:
         self.is_open = True
 
     def _guarded(self, tier: SimulatedTier) -> GuardedTier:
-        guarded = GuardedTier(tier, meters=self.meters, clock=self._deployment.clock)
+        guarded = GuardedTier(tier, Instruments(self._deployment.clock, self.meters))
         self._stack.push_async_callback(guarded.aclose)
         return guarded
 

@@ -10,8 +10,7 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.verify import open_off_loop
+from kvstore.tiers.verify import allocate_exactly, open_off_loop
 from tests.simulation.media import Gone, Medium, mangled
 from tests.simulation.servers import Link
 

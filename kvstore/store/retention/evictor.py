@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
 from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.retention.plan import Victim
 from kvstore.tiers.base import Tier
-from kvstore.tiers.gather import gather_all
 
 __all__ = ["Evictor"]
 

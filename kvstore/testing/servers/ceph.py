@@ -22,6 +22,7 @@ from kvstore.testing.servers.ceph_conf import ceph_conf
 from kvstore.testing.servers.install import Installation, find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
+from kvstore.tiers.locations import S3Location
 
 __all__ = ["CephRgw", "ceph_rgw"]
 
@@ -50,6 +51,15 @@ class CephRgw:
     @property
     def endpoint_url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def credentials(self) -> tuple[str, str]:
+        """Access key and secret key."""
+        return self.access_key, self.secret_key
+
+    def location(self, bucket: str, prefix: str = "") -> S3Location:
+        """Where a bucket is, for a tier."""
+        return S3Location(bucket, prefix, self.endpoint_url, self.region)
 
     def create_bucket(self, name: str) -> None:
         """Make a bucket; one that is there stays."""

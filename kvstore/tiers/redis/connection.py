@@ -6,10 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.buffers import BufferedConnection, fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_form
@@ -55,23 +54,21 @@ class _Call:
             self.future.set_result(None)
 
 
-class Connection(asyncio.BufferedProtocol):
-    """Made by `asyncio`'s `create_connection`; unusable once `alive` is false.
+class Connection(BufferedConnection):
+    """Many commands in flight; unusable once `alive` is false.
+
+    When the caller of a read is cancelled or out of time, the rest is received into scratch memory: its buffer is free.
 
     Args:
         address: The peer, for messages.
-
-    When a read's caller is cancelled or out of time, the rest is received into scratch memory: its buffer is free.
     """
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         self.address = address
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
         self._parser = ReplyParser(self._sink_for, self._on_reply)
         self._waiting: deque[_Call] = deque()  # the calls of the next replies, one entry per reply
         self._received_s = self._loop.time()
-        self._closed = asyncio.Event()
 
     @property
     def alive(self) -> bool:
@@ -98,7 +95,7 @@ class Connection(asyncio.BufferedProtocol):
             for command, reply in zip(commands, call.replies, strict=True):
                 check_form(command, reply, self.address)
         except Unavailable:
-            self.abort()  # whatever comes next would be as strange
+            self.abort()  # later replies cannot be trusted either
             raise
         return call.replies
 
@@ -161,22 +158,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._loop.time() - due_s >= _HANG_S:
             self.abort()
 
-    def abort(self) -> None:
-        """Drop the connection at once; everything in flight fails with `Unavailable`. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def aclose(self) -> None:
-        """Drop the connection and wait until it is gone. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
-            await self._closed.wait()
-
-    # asyncio.BufferedProtocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._parser.buffer()
 
@@ -194,9 +175,8 @@ class Connection(asyncio.BufferedProtocol):
             )
             self.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(Unavailable("the connection to Redis was lost", address=self.address, error=exc))
-        self._closed.set()
+    def on_lost(self, error: Exception | None) -> None:
+        self._fail(Unavailable("the connection to Redis was lost", address=self.address, error=error))
 
     def _fail(self, error: Unavailable) -> None:
         while self._waiting:
@@ -204,7 +184,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _sink_for(self, num_bytes: int) -> memoryview | None:
         if not self._waiting:
-            raise ProtocolError("a reply that nobody asked for")
+            raise ProtocolError("a reply without a command")
         call = self._waiting[0]
         if not call.wanted or call.error is not None:
             return None
@@ -221,7 +201,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _on_reply(self, reply: Reply) -> None:
         if not self._waiting:
-            raise ProtocolError("a reply that nobody asked for")
+            raise ProtocolError("a reply without a command")
         call = self._waiting.popleft()
         call.num_due -= 1
         if isinstance(reply, ErrorReply):

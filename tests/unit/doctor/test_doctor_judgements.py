@@ -33,12 +33,9 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.sizes import format_bytes, parse_bytes
-from kvstore.tiers.locations import S3Location
-from kvstore.tiers.locations_redis import parse_redis
-from kvstore.tiers.redis.examine import RedisExamination
-from kvstore.tiers.redis.facts import ServerFacts
-from kvstore.tiers.s3.examine import Trial
-from kvstore.tiers.s3.lifecycle import parse_rules
+from kvstore.tiers.locations import S3Location, parse_redis
+from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
+from kvstore.tiers.s3.examine import Trial, parse_rules
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30

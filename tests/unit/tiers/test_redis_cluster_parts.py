@@ -8,11 +8,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.names import format_name, stripe_name
 from kvstore.testing.records import make_key
 from kvstore.tiers.base import Severity
-from kvstore.tiers.locations_redis import HostPort, parse_redis
-from kvstore.tiers.redis.facts import concerns_of, parse_info
-from kvstore.tiers.redis.replies import Redirect, redirect_of
+from kvstore.tiers.locations import HostPort, parse_redis
+from kvstore.tiers.redis.cluster import Redirect, parse_slots, redirect_of, slot_of
+from kvstore.tiers.redis.examine import concerns_of, parse_info
 from kvstore.tiers.redis.resp import ErrorReply, Reply
-from kvstore.tiers.redis.slots import parse_slots, slot_of
 
 ASKED = HostPort("10.0.0.1", 7000)
 

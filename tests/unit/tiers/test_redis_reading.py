@@ -16,9 +16,8 @@ from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.reading import Reading
+from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.resp import ErrorReply
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 
 KEY = make_key(1)
 NAME = format_name(KEY)

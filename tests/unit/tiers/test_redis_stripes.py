@@ -12,7 +12,7 @@ from kvstore.format.names import format_name
 from kvstore.model.kinds import RecordKind
 from kvstore.model.spans import Span
 from kvstore.testing.records import make_key
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, is_striped, parts_of, stripe_names, stripe_ranges
+from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, is_striped, parts_of, stripe_names, stripe_ranges
 
 
 def header(payload_bytes: int, checksum: bytes = bytes(range(16))) -> HeaderV1:

@@ -15,6 +15,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.s3.failures import Throttled
 from kvstore.tiers.s3.http import Answer, HttpConnection, Lost
@@ -63,7 +64,7 @@ class Endpoint:
 async def tier_on(endpoint: Endpoint, meters: Meters | None = None) -> AsyncIterator[S3Tier]:
     async with await asyncio.start_server(endpoint.serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        tier = await S3Tier.open("pages", endpoint_url=url, access_key="A", secret_key="b", meters=meters)
+        tier = await S3Tier.open(S3Location("pages", "", url), credentials=("A", "b"), meters=meters)
         try:
             yield tier
         finally:
@@ -190,7 +191,7 @@ async def test_a_cancelled_get_writes_nothing_more() -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        tier = await S3Tier.open("pages", endpoint_url=url, access_key="A", secret_key="b")
+        tier = await S3Tier.open(S3Location("pages", "", url), credentials=("A", "b"))
         get = asyncio.ensure_future(tier.get(RECORD.key, deadline=soon(), allocate=lambda _: memoryview(buffer)))
         await began.wait()
         await asyncio.sleep(0.05)

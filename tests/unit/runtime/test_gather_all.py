@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvstore.tiers.gather import gather_all
+from kvstore.runtime.background import gather_all
 
 pytestmark = pytest.mark.virtual_time
 

@@ -1,4 +1,4 @@
-"""A tier wrapper that keeps a failing tier from holding up its callers: breaker, limits, meters."""
+"""A wrapper that keeps a failing tier from delaying its callers: breaker, limits, meters, version check."""
 
 from __future__ import annotations
 
@@ -6,83 +6,72 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.record import Record
 from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.background import Background
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
-from kvstore.runtime.meters import Meters
-from kvstore.runtime.tracing import Tracing
+from kvstore.runtime.instruments import Instruments
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.wrap.breaker import Breaker
+from kvstore.tiers.breaker import Breaker
 
-__all__ = ["GuardedTier", "tell_put_aside"]
+__all__ = ["GuardedTier", "report_quarantine"]
 
 _log = logging.getLogger(__name__)
 
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
 _PROBE_S = 2.0
 _VERSION_S = 10.0
-"""How long an answer to "which version has the tier?" holds while calls succeed."""
+"""How long the tier's version is trusted while calls succeed."""
 
 
-def tell_put_aside(events: Events, tier: str, key: RecordKey, reason: str) -> None:
-    """Emit an event for a record that a tier has put aside."""
+def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) -> None:
+    """Emit the event of a quarantined record."""
     about: dict[str, str | int | float] = {"tier": tier, "group": key.group, "slice": key.slice, "reason": reason}
-    text = f"a record in {tier} was put aside, and not served: {reason}"
+    text = f"a record in {tier} was quarantined, and not served: {reason}"
     events.tell(
         EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()}
     )
 
 
 class GuardedTier(Tier):
-    """Passes calls on to `inner` while it is healthy, refuses them at once with `Unavailable` while it is not.
+    """Passes calls to `inner` while it is healthy. Otherwise refuses them at once with `Unavailable`.
 
-    A newer release may take the tier over while it is away, or while we run. So its version is read again before it is
-    used again, before the first write after a failed call, and before a write when the last look is 10 s ago. A tier
-    with a newer version is left alone, as one that does not answer.
+    A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
+    used again after an outage, before the first write after a failed call, and before a write if the last check is 10 s
+    ago. A tier with a newer version is treated like one that does not answer.
 
     Args:
         inner: The tier; owned from now on.
-        meters: Where calls, hits, bytes and errors are counted (see README.md).
-        breaker: Decides when to stop asking; `None`: a default one.
-        calls_max: Calls at a time; further ones are refused, so that a slow tier does not tie up the whole node.
-        clock: For the length of calls.
-        events: Told when the tier is left alone, when it is back, and of each record that is put aside.
-        tracing: Makes a span of each call.
+        instruments: For counting calls, hits, bytes and errors (see README.md), for a span of each call, and for events
+            of outages and quarantined records.
+        breaker: Decides when calls are refused; `None`: a default one.
+        calls_max: Calls at a time. Further ones are refused, so that a slow tier does not exhaust the node's memory.
     """
 
     def __init__(
-        self,
-        inner: Tier,
-        *,
-        meters: Meters,
-        breaker: Breaker | None = None,
-        calls_max: int = 1024,
-        clock: Clock = SYSTEM_CLOCK,
-        events: Events | None = None,
-        tracing: Tracing | None = None,
+        self, inner: Tier, instruments: Instruments, *, breaker: Breaker | None = None, calls_max: int = 1024
     ) -> None:
-        self._tracing = tracing
         self.name = inner.name
         self.inner = inner
-        inner.on_quarantine = self._put_aside
-        inner.on_drop = self._dropped
-        self._meters = meters
+        inner.on_quarantine = self._inner_quarantined
+        inner.on_drop = self._inner_dropped
+        self._clock = instruments.clock
+        self._meters = instruments.meters
+        self._events = instruments.events
+        self._tracing = instruments.tracing
         self._breaker = breaker or Breaker()
+        self._breaker.on_open = self._opened
         self._calls_max = calls_max
         self._num_calls = 0
-        self._clock = clock
-        self._events = events if events is not None else Events(clock)
         self._background = Background(f"guard of tier {inner.name}")
-        self._closed = False
-        self._why = ""  # it was left alone last
-        self._version_holds_until_s = clock.monotonic_s() + _VERSION_S  # whoever opens the tier has read it
+        self._reason = ""  # for the last outage
+        # the version was read when the tier was opened
+        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
         self._reading_version = asyncio.Lock()
 
     @property
@@ -94,20 +83,24 @@ class GuardedTier(Tier):
         """True while calls are refused."""
         return self._breaker.is_open
 
-    def check_used(self) -> None:
-        """Refuse what is asked of the tier's server past the tier, while the tier is left alone.
+    def check_usable(self) -> None:
+        """Refuse other requests to the tier's server, like those of the catalog, while the tier is not used.
 
         Raises:
-            Unavailable: It is left alone.
+            Unavailable: The breaker is open.
         """
-        self._check_closed_breaker()
+        if self._breaker.is_open:
+            self._count("refused")
+            text = "the tier failed and is not used until a probe succeeds"
+            raise Unavailable(text, tier=self.name, reason=self._reason)
 
-    def leave_alone(self, why: str) -> None:
-        """Refuse calls until a probe succeeds: whoever opened the tier has seen that it does not answer, and has said
-        so. Without that a tier which knows its usage without asking would pass for a healthy one until it is needed.
+    def open_breaker(self, reason: str) -> None:
+        """Refuse calls until a probe succeeds, because the tier did not answer when it was opened. The caller logs it.
+
+        Otherwise a tier whose usage is known without a request would seem healthy until the first call.
         """
-        if self._breaker.gave_proof():
-            self._off(why)
+        if self._breaker.open():
+            self._report_down(reason)
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         with self._call("head", deadline):
@@ -166,8 +159,8 @@ class GuardedTier(Tier):
             return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        """As `Tier.scan`. Does not affect the breaker: scans are the operator's, and no request waits for them."""
-        self._check_closed_breaker()
+        """As `Tier.scan`. Does not affect the breaker: operators scan, and no request waits for that."""
+        self.check_usable()
         async for entry in self.inner.scan(namespace):
             yield entry
 
@@ -183,8 +176,9 @@ class GuardedTier(Tier):
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         with self._call("usage", deadline):
             usage = await self.inner.usage(deadline=deadline)
-        if not self._version_holds() and not self._reading_version.locked():  # nobody may write for a long time
-            self._background.spawn(self._look_at_version(), "version")
+        if not self._version_holds() and not self._reading_version.locked():
+            # a long time may pass without a write
+            self._background.spawn(self._check_version_unasked(), "version")
         return usage
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
@@ -196,78 +190,60 @@ class GuardedTier(Tier):
         await self._background.aclose()
         await self.inner.aclose()
 
-    def _put_aside(self, key: RecordKey, reason: str) -> None:
-        tell_put_aside(self._events, self.name, key, reason)
+    def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
+        report_quarantine(self._events, self.name, key, reason)
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
 
-    def _dropped(self, keys: Sequence[RecordKey]) -> None:
+    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
         if self.on_drop is not None:
             self.on_drop(keys)
 
-    def _call(self, what: str, deadline: Deadline) -> AbstractContextManager[None]:
-        return self._guard(deadline) if self._tracing is None else self._traced(self._tracing, what, deadline)
-
     @contextmanager
-    def _traced(self, tracing: Tracing, what: str, deadline: Deadline) -> Iterator[None]:
-        with tracing.span(f"{self.name}.{what}", tier=self.name), self._guard(deadline):
-            yield
-
-    @contextmanager
-    def _guard(self, deadline: Deadline) -> Iterator[None]:
-        """Refuse the call, or run it and tell the breaker how it ended."""
-        if not self._closed:  # else the inner tier raises `Closed`
-            self._check_closed_breaker()
-        if self._num_calls >= self._calls_max:
-            self._count("refused")
-            raise Unavailable("too many calls wait for the tier", tier=self.name, limit=self._calls_max)
-        started_s = self._clock.monotonic_s()
-        self._num_calls += 1
-        self._meters.set("tier_calls", self._num_calls, tier=self.name)
-        try:
-            yield
-        except Unavailable as error:
-            self._count("errors")
-            self._version_holds_until_s = -math.inf
-            if deadline.expired:
-                opened = self._breaker.ran_out(started_s, self._clock.monotonic_s(), by_deadline=True)
-            else:
-                opened = self._breaker.failed()
-            if opened:
-                self._opened(str(error))
-            raise
-        except asyncio.CancelledError:
-            if self._breaker.ran_out(started_s, self._clock.monotonic_s(), by_deadline=False):
-                self._opened("its callers went away before an answer came: check its load and the network")
-            raise
-        else:
-            self._breaker.succeeded(self._clock.monotonic_s())
-        finally:
-            self._num_calls -= 1
+    def _call(self, what: str, deadline: Deadline) -> Iterator[None]:
+        """Refuse the call, or run it in a span and report its end to the breaker."""
+        tracing = self._tracing
+        with tracing.span(f"{self.name}.{what}", tier=self.name) if tracing is not None else nullcontext():
+            if not self._closed:  # otherwise the inner tier raises `Closed`
+                self.check_usable()
+            if self._num_calls >= self._calls_max:
+                self._count("refused")
+                raise Unavailable("too many calls wait for the tier", tier=self.name, limit=self._calls_max)
+            self._num_calls += 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
-            self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
+            try:
+                with self._breaker.observe(deadline, self._clock):
+                    yield
+            except Unavailable:
+                self._count("errors")
+                self._version_holds_until_s = -math.inf
+                raise
+            finally:
+                self._num_calls -= 1
+                self._meters.set("tier_calls", self._num_calls, tier=self.name)
+                self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
 
     async def _check_version(self, deadline: Deadline) -> None:
-        """Read the tier's version if that was not done lately.
+        """Read the tier's version, unless a recent answer still holds.
 
         Raises:
-            Unavailable: It is a newer release's now, or cannot be read.
+            Unavailable: A newer release has taken the tier over, or the version cannot be read.
         """
         if self._closed or self._version_holds():
             return
         async with deadline.scope(f"reading the version of tier {self.name}"), self._reading_version:
-            self._check_closed_breaker()
+            self.check_usable()
             if self._version_holds():
                 return
             try:
                 await self._read_version(deadline)
             except UnsupportedFormat as error:
-                if self._breaker.gave_proof():
+                if self._breaker.open():
                     self._opened(str(error))
                 raise Unavailable(error.message, **error.details) from error
 
-    async def _look_at_version(self) -> None:
-        """As `_check_version`, for nobody: a tier that is slow to answer this is not left alone for it."""
+    async def _check_version_unasked(self) -> None:
+        """As `_check_version`, without a caller: a slow answer does not open the breaker."""
         with suppress(KVStoreError):
             await self._check_version(Deadline.after(_PROBE_S, self._clock))
 
@@ -278,22 +254,16 @@ class GuardedTier(Tier):
         check_store_version(await self.inner.get_manifest(STORE_VERSION_PLACE, deadline=deadline), self.name)
         self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
 
-    def _check_closed_breaker(self) -> None:
-        if self._breaker.is_open:
-            self._count("refused")
-            text = "the tier failed and is left alone until a probe succeeds"
-            raise Unavailable(text, tier=self.name, reason=self._why)
-
-    def _opened(self, why: str) -> None:
+    def _opened(self, reason: str) -> None:
         if not self._closed:
-            _log.warning("tier %s is off, requests go on without it: %s", self.name, why)
-            self._off(why)
+            _log.warning("tier %s is off, requests go on without it: %s", self.name, reason)
+            self._report_down(reason)
 
-    def _off(self, why: str) -> None:
-        self._why = why
+    def _report_down(self, reason: str) -> None:
+        self._reason = reason
         self._meters.set("tier_open", 1, tier=self.name)
         text = f"tier {self.name} is off, requests go on without it"
-        self._events.tell(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": why})
+        self._events.tell(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": reason})
         self._background.spawn(self._probe_until_closed(), "probe")
 
     async def _probe_until_closed(self) -> None:
@@ -305,10 +275,10 @@ class GuardedTier(Tier):
                 await self._read_version(Deadline.after(_PROBE_S, self._clock))
             except UnsupportedFormat as error:
                 self._breaker.probe_failed()
-                if (why := str(error)) != self._why:
-                    _log.error("tier %s answers again, and stays off: %s", self.name, why)
-                    self._why = why
-            except Exception as error:  # noqa: BLE001 - a task's top: were it to end here, the tier would stay off for ever
+                if (reason := str(error)) != self._reason:
+                    _log.error("tier %s answers again, and stays off: %s", self.name, reason)
+                    self._reason = reason
+            except Exception as error:  # noqa: BLE001 - a task's top: if it ended here, the tier would stay off
                 self._breaker.probe_failed()
                 if not isinstance(error, KVStoreError):
                     _log.exception("a probe of tier %s failed, it is probed again", self.name)
