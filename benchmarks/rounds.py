@@ -25,7 +25,7 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules
 from kvstore.store.retention.policy_choice import FixedChoice
@@ -153,13 +153,11 @@ async def _round(num_entries: int, policy: str) -> Row:
     await catalog.register(NAMESPACE, _LAYOUT, "", deadline=deadline)
     retention = RetentionOwner(
         tier,
-        Level.COLD,
         catalog,
         SoleOwnership(),
         RetentionRules(budget_bytes=32 * num_entries * _RECORD_BYTES, start_share=0.97, stop_share=0.92),
         choice=FixedChoice(policy),
-        meters=Meters(),
-        clock=SYSTEM_CLOCK,
+        instruments=Instruments(),
     )
     stop_s = stop_cpu_s = 0.0
 

@@ -1,4 +1,4 @@
-"""Makes the components of a service's store from its settings."""
+"""Makes the components of a service's store from its settings; the only package that reads settings."""
 
 from __future__ import annotations
 

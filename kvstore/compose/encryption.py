@@ -1,4 +1,4 @@
-"""Wires the store that a service serves: encrypted where the settings name keys."""
+"""The store that a service serves: encrypted where the settings name keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 
-from kvstore.compose.store import open_store
-from kvstore.errors import InvalidRequest
+from kvstore.compose.store import missing_package, open_store
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
 from kvstore.store.encryption.encrypted import EncryptedStore
@@ -26,17 +26,15 @@ async def open_served_store(
     Raises:
         InvalidRequest: The keys cannot be used, or the package for it is not installed; else as `open_store`.
     """
+    instruments = Instruments(tracing=tracing)
     if settings.encryption_keys is None:
-        async with open_store(settings, tracing=tracing) as store:
+        async with open_store(settings, instruments) as store:
             yield store
         return
     if find_spec("cryptography") is None:
-        raise InvalidRequest(
-            "the setting encryption_keys needs a package that is not installed: pip install 'kvstore-vllm[encryption]'",
-            missing="cryptography",
-        )
+        raise missing_package("encryption", "encryption_keys", "cryptography")
     keys = open_key_source(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
-    async with open_store(settings, tracing=tracing) as store:
+    async with open_store(settings, instruments) as store:
         encrypted = EncryptedStore(store, keys)
         try:
             yield encrypted

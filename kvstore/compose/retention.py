@@ -1,53 +1,36 @@
-"""Wires what keeps the cold tier within its bounds, and what decides which records it gets."""
+"""What keeps the cold tier within its bounds, what decides which records it gets, and operators' rules."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 from kvstore.catalog.base import Gate
 from kvstore.catalog.books import JOBS, ORDERS, Book, FileBook
-from kvstore.catalog.entry import Level
 from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.admission import AdmitAll
 from kvstore.eviction.candidates import AUTO
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.settings import Settings
 from kvstore.store.recorder import Recorder
+from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules, shares
-from kvstore.store.retention.policy_choice import AutoChoice, FixedChoice, PolicyChoice, candidates_of
+from kvstore.store.retention.policy_choice import AutoChoice, FixedChoice, candidates_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
-__all__ = ["Bounds", "open_job_book", "open_operator_rules", "open_ownership", "open_retention"]
+__all__ = ["open_job_book", "open_ownership", "open_retention"]
 
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
-"""A dead owner's namespaces are not evicted from for so long."""
+"""A dead owner's namespaces are not evicted from for this time."""
 _GUARANTEED_SHARE = 0.75
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What bounds a cold tier; nothing at all is a value too.
-
-    Attributes:
-        choice: Told of lookups.
-        admission: Which records the tier gets.
-        budget_gate: Where puts wait for eviction.
-    """
-
-    choice: PolicyChoice | None = None
-    admission: ColdAdmission | None = None
-    budget_gate: BudgetGate | None = None
 
 
 async def open_retention(
@@ -56,58 +39,60 @@ async def open_retention(
     cold: Tier | None,
     stack: AsyncExitStack,
     *,
-    operator_rules: OperatorRules | None = None,
-    meters: Meters,
-    clock: Clock,
-    gate: Gate | None = None,
-) -> Bounds:
-    """Keep the cold tier within its bounds in the background; it is deleted from behind the catalog's back, which
-    retention tells itself.
+    instruments: Instruments,
+    gate: Gate | None,
+) -> tuple[RetentionParts, BudgetGate | None]:
+    """Keep the cold tier within its bounds in the background. Returns what the store uses of it, and the gate where puts
+    into the cold tier wait for eviction; `None`: it has no budget.
+
+    Args:
+        cold: Not wrapped in a `CataloguedTier`: retention changes the catalog itself.
 
     Raises:
-        InvalidRequest: Bounds are set, and nothing keeps the books; or quotas guarantee too much.
+        InvalidRequest: Bounds are set, and there is no catalog for them; or quotas guarantee too much.
     """
+    rules = await _open_operator_rules(settings, recorder, stack, instruments, gate)
     is_alone = isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation)
     is_bound = is_alone or settings.cold_bytes is not None or settings.cold_unused_s is not None or settings.quotas
-    is_orderly = operator_rules is not None and cold is not None  # a quota may be ordered while it serves
-    if not is_bound and not is_orderly:
-        return Bounds(admission=_admission(settings, recorder, cold, meters, clock))
+    may_get_quotas = rules is not None and cold is not None  # an operator may set them while the service runs
+    if not is_bound and not may_get_quotas:
+        return RetentionParts(None, _admission(settings, recorder, cold, instruments), rules), None
     if cold is None or not (is_alone or isinstance(settings.hot, RedisLocation)):
         raise InvalidRequest(
-            "cold_bytes, cold_unused_s and quotas need a directory as cold, or a Redis as hot, which keeps the books",
+            "cold_bytes, cold_unused_s and quotas need a directory as cold, or a Redis as hot, which keeps the catalog",
             hot=str(settings.hot),
             cold=str(settings.cold),
         )
     if recorder is None:
-        return Bounds(admission=_admission(settings, recorder, cold, meters, clock))
-    budget_bytes = await _cold_budget_bytes(settings, cold, clock) if is_alone else settings.cold_bytes
-    rules = _rules(settings, budget_bytes, is_private=is_alone)
+        return RetentionParts(None, _admission(settings, recorder, cold, instruments), rules), None
+    budget_bytes = await _directory_bytes(settings, cold, instruments) if is_alone else settings.cold_bytes
+    bounds = _bounds(settings, budget_bytes, is_private=is_alone)
     budget_gate = None
     if budget_bytes is not None:
-        budget_gate = BudgetGate(budget_bytes, int(budget_bytes * rules.start_share), clock, is_shared=not is_alone)
-    admission = _admission(settings, recorder, cold, meters, clock, is_bounded=budget_bytes is not None)
-    choice = _choice(settings, admission)
-    retention = RetentionOwner(
+        start_bytes = int(budget_bytes * bounds.start_share)
+        budget_gate = BudgetGate(budget_bytes, start_bytes, instruments.clock, is_shared=not is_alone)
+    admission = _admission(settings, recorder, cold, instruments, is_bounded=budget_bytes is not None)
+    candidates = candidates_of(settings.retention_policy, settings.retention_admission)
+    choice = AutoChoice(candidates, admission) if len(candidates) > 1 else FixedChoice(candidates[0], admission)
+    owner = RetentionOwner(
         cold,
-        Level.COLD,
         recorder.catalog,
         await open_ownership(settings, stack, lease_s=_OWNER_LEASE_S, gate=gate),
-        rules,
+        bounds,
         choice=choice,
-        meters=meters,
-        clock=clock,
+        instruments=instruments,
         num_refused=lambda: recorder.num_refused,
         budget_gate=budget_gate,
     )
-    stack.push_async_callback(retention.aclose)
-    if operator_rules is not None:
+    stack.push_async_callback(owner.aclose)
+    if rules is not None:
         most_bytes = None if budget_bytes is None else int(_GUARANTEED_SHARE * budget_bytes)
-        operator_rules.held_by(retention.set_quotas, most_bytes, retention.tenant_bytes)
-    retention.start()
-    return Bounds(choice if is_bound else None, admission, budget_gate)
+        rules.apply_to(owner.set_quotas, most_bytes, owner.tenant_bytes)
+    owner.start()
+    return RetentionParts(choice if is_bound else None, admission, rules), budget_gate
 
 
-def _rules(settings: Settings, budget_bytes: int | None, *, is_private: bool) -> RetentionRules:
+def _bounds(settings: Settings, budget_bytes: int | None, *, is_private: bool) -> RetentionRules:
     guaranteed_bytes = sum(quota.guaranteed_bytes for quota in settings.quotas.values())
     if budget_bytes is not None and guaranteed_bytes > _GUARANTEED_SHARE * budget_bytes:
         raise InvalidRequest(
@@ -126,40 +111,37 @@ def _rules(settings: Settings, budget_bytes: int | None, *, is_private: bool) ->
     )
 
 
-async def open_operator_rules(
+async def _open_operator_rules(
     settings: Settings,
     recorder: Recorder | None,
     stack: AsyncExitStack,
-    *,
-    meters: Meters,
-    clock: Clock,
-    gate: Gate | None = None,
+    instruments: Instruments,
+    gate: Gate | None,
 ) -> OperatorRules | None:
-    """What operators have ordered, as far as it is written down beside the catalog; `None`: there is no catalog."""
+    """Operators' rules, from the book beside the catalog; `None`: there is no catalog."""
+    if recorder is None:
+        return None
     book: Book
     match settings.hot, settings.cold:
-        case _ if recorder is None:
-            return None
         case RedisLocation() as hot, _:
             from kvstore.catalog.redis_books import RedisBook
             from kvstore.tiers.redis import open_control
 
-            book = RedisBook(
-                await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None)), ORDERS, gate=gate
-            )
+            client = await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None))
+            book = RedisBook(client, ORDERS, gate=gate)
         case _, FileLocation() as cold:
             book = FileBook(cold.path, ORDERS)
         case _:
             return None
-    operator_rules = OperatorRules(book, settings.quotas, meters=meters, clock=clock)
-    stack.push_async_callback(operator_rules.aclose)
-    await operator_rules.start()
-    return operator_rules
+    rules = OperatorRules(book, settings.quotas, instruments)
+    stack.push_async_callback(rules.aclose)
+    await rules.start()
+    return rules
 
 
 @asynccontextmanager
 async def open_job_book(settings: Settings) -> AsyncIterator[Book | None]:
-    """Where long operations are remembered, beside the catalog, over a connection of its own; `None`: nowhere."""
+    """Where jobs are recorded, beside the catalog, over a connection of its own; `None`: there is no catalog."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
             from kvstore.catalog.redis_books import RedisBook
@@ -177,29 +159,23 @@ def _admission(
     settings: Settings,
     recorder: Recorder | None,
     cold: Tier | None,
-    meters: Meters,
-    clock: Clock,
+    instruments: Instruments,
     *,
     is_bounded: bool = False,
 ) -> ColdAdmission | None:
-    """Nobody says a rule where nothing is bounded: one that lets everything in need not be asked then."""
+    """The rule of the cold tier; `None`: it gets everything, and no owner can announce another rule."""
     rule = AdmitAll.name if settings.retention_admission == AUTO else settings.retention_admission
     if cold is None or (rule == AdmitAll.name and not is_bounded):
         return None
     if recorder is None:
-        return ColdAdmission(rule, meters=meters, clock=clock)
-    return ColdAdmission(rule, meters=meters, clock=clock, below=recorder.below)
-
-
-def _choice(settings: Settings, admission: ColdAdmission | None) -> PolicyChoice:
-    candidates = candidates_of(settings.retention_policy, settings.retention_admission)
-    return AutoChoice(candidates, admission) if len(candidates) > 1 else FixedChoice(candidates[0], admission)
+        return ColdAdmission(rule, instruments)
+    return ColdAdmission(rule, instruments, recorder.parent_of)
 
 
 async def open_ownership(
     settings: Settings, stack: AsyncExitStack, *, lease_s: float, gate: Gate | None = None
 ) -> Ownership:
-    """Whoever owns a directory owns all in it; what is shared is owned by lease."""
+    """Who may evict: a directory has one owner, a shared tier is owned by lease."""
     if not isinstance(settings.hot, RedisLocation):
         return SoleOwnership()
     from kvstore.catalog.ownership_redis import RedisOwnership
@@ -209,8 +185,8 @@ async def open_ownership(
     return RedisOwnership(client, lease_s=lease_s, gate=gate)
 
 
-async def _cold_budget_bytes(settings: Settings, directory: Tier, clock: Clock) -> int | None:
+async def _directory_bytes(settings: Settings, directory: Tier, instruments: Instruments) -> int | None:
     """What a directory may hold: its own bound, or less where the settings say so."""
-    usage = await directory.usage(deadline=Deadline.after(_PROBE_S, clock))
+    usage = await directory.usage(deadline=Deadline.after(_PROBE_S, instruments.clock))
     bounds = [bound for bound in (usage.limit_bytes, settings.cold_bytes) if bound is not None]
     return min(bounds, default=None)

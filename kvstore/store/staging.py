@@ -1,4 +1,4 @@
-"""Stage: bring what a resume point needs into memory, pinned as it arrives, and settle for what arrived."""
+"""Stage: copy what a resume point needs into memory, pinned as it arrives, and return the part that arrived."""
 
 from __future__ import annotations
 
@@ -11,28 +11,61 @@ from dataclasses import dataclass, field
 from kvstore.api import PrefixQuery, Progress
 from kvstore.errors import Closed, CorruptRecord, Unavailable
 from kvstore.format.record import Record
-from kvstore.model.coverage import longest_resumable, records_to_resume
+from kvstore.model.coverage import records_to_resume
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.long_work import LongWork
-from kvstore.runtime.meters import Meters
 from kvstore.runtime.single_flight import SingleFlight
 from kvstore.runtime.turns import Turns
-from kvstore.store.limits import StoreLimits
+from kvstore.store.context import StoreContext
 from kvstore.store.lookup import AbsentKeys
-from kvstore.store.namespaces import affordable_resume, check_header
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe
+from kvstore.store.namespaces import check_header
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_resume, resume_of
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
 
-__all__ = ["PINNED_AT_ONCE", "FetchGate", "Holding", "Promotion", "StageRun", "Wanted", "next_window"]
+__all__ = ["FetchGate", "Holding", "Promotion", "next_window"]
 
 _REPLANS_MAX = 64
 """Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
+_PINNED_AT_ONCE = 1024
+"""Records that are pinned or unpinned before the event loop gets a turn: some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a stage holds when it ends; its receiver owns the pins."""
+
+    resume_tokens: int
+    """The resume point that the pinned records serve, or the local tokens."""
+    pins: dict[RecordKey, Pin]
+    """The records, in the order of their boundaries."""
+    spans: tuple[tuple[int, int], ...]
+    """Their tokens (start, stop), in this order."""
+    sources: dict[str, int]
+    """Number of records by tier that they were read from."""
+    num_bytes: int
+    """Bytes of the records, headers included."""
+    cut: str = ""
+    """Why it is less than looked usable, as `Staged.cut`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One record to fetch."""
+
+    key: RecordKey
+    probe: Probe
+    """Boundary and group that it is a slice of."""
+    tokens: int
+    """The boundary, which its header must agree with."""
+    places: tuple[Tier, ...]
+    """The slower tiers that should have it, in the order to try them."""
+    size_bytes: int
+    """Its estimated size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,73 +85,65 @@ class _NotRead:
 
 @dataclass(slots=True)
 class _Plan:
-    """What a stage is to hold.
-
-    Attributes:
-        is_cut: Less than looked usable, for lack of memory.
-        wanted: The records that are not pinned yet.
-        useful: The keys of all; what else is pinned is unpinned, to make room.
-    """
+    """What a stage is to hold."""
 
     is_cut: bool
-    wanted: list[Wanted] = field(default_factory=list)
+    """Less than looked usable, for lack of memory."""
+    wanted: list[_Wanted] = field(default_factory=list)
+    """The records that are not pinned yet."""
     useful: set[RecordKey] = field(default_factory=set)
+    """The keys of all; what else is pinned is unpinned, to free memory."""
 
 
 class Promotion:
-    """Reads records from the slower tiers into memory: each once, however many stages want it.
+    """Copies records from the slower tiers into memory: each once, however many stages want it.
 
     Args:
+        absent: Learns of records that were missing or bad.
         work: Runs what takes long for a long prompt.
-        room_for: How many bytes more may be pinned now for a namespace.
+        free_for: Returns how many bytes more may be pinned now for a namespace.
         on_cold_hit: Called with each record that the cold tier delivered.
     """
 
     def __init__(
         self,
-        memory: MemoryTier,
-        hot: Tier | None,
-        cold: Tier | None,
+        context: StoreContext,
         *,
         absent: AbsentKeys,
-        background: Background,
-        meters: Meters,
-        limits: StoreLimits,
-        clock: Clock,
         work: LongWork,
-        room_for: Callable[[NamespaceId], int],
+        free_for: Callable[[NamespaceId], int],
         on_cold_hit: Callable[[Record], None],
     ) -> None:
-        self._memory = memory
-        self._hot = hot
-        self._cold = cold
-        self._absent = absent
-        self._background = background
-        self._meters = meters
+        limits = context.limits
+        self._memory = context.memory
+        self._hot = context.hot
+        self._cold = context.cold
+        self._meters = context.meters
+        self._clock = context.clock
         self._limits = limits
-        self._clock = clock
+        self._absent = absent
         self._work = work
-        self._room_for = room_for
+        self._free_for = free_for
         self._on_cold_hit = on_cold_hit
-        self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(background)
+        self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(context.background)
         self._in_flight = ByteBudget(limits.stage_bytes_in_flight)
-        quick_s = limits.stall_timeout_s / 6
         self._gates = {
-            tier.name: FetchGate(clock, quick_s=quick_s, limit=limits.stage_records_in_flight)
-            for tier in (hot, cold)
-            if tier is not None
+            tier.name: FetchGate(
+                context.clock, quick_s=limits.stall_timeout_s / 6, limit=limits.stage_records_in_flight
+            )
+            for tier in context.slower
         }
-        self._runs: set[StageRun] = set()
+        self._runs: set[_StageRun] = set()
 
     async def stage(self, presence: Presence, deadline: Deadline, progress: Progress | None = None) -> Holding:
-        """Bring in what the longest resume point in `presence` needs, and return what arrived of it.
+        """Fetch what the longest resume point in `presence` needs, and return what arrived of it.
 
         Ends early when no record begins or ends to arrive for `stall_timeout_s`, and at the deadline; neither is an
         error.
 
         If cancelled, nothing stays pinned.
         """
-        run = StageRun(presence.query, presence.layout, progress)
+        run = _StageRun(presence.query, presence.layout, progress)
         self._runs.add(run)
         try:
             async with asyncio.timeout(None) as timer:
@@ -140,16 +165,16 @@ class Promotion:
             raise
 
     def drop(self, holding: Holding) -> None:
-        """Unpin a holding that nobody will lease."""
+        """Unpin a holding that gets no lease."""
         for pin in holding.pins.values():
             self._memory.unpin(pin)
 
-    async def _fetch_all(self, run: StageRun, presence: Presence) -> None:
+    async def _fetch_all(self, run: _StageRun, presence: Presence) -> None:
         """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
         bits = await self._work.run(presence.num_cells, presence.groups_present)
         for _ in range(_REPLANS_MAX):
-            run.waits_for_nothing()
-            free_bytes = self._room_for(presence.query.namespace) + run.pinned_bytes
+            run.expect_nothing()
+            free_bytes = self._free_for(presence.query.namespace) + run.pinned_bytes
             plan = await self._work.run(presence.num_cells, self._plan, run, presence, bits, free_bytes)
             if plan.is_cut:
                 run.cut_by("node_memory")
@@ -160,7 +185,7 @@ class Promotion:
             for index, group in missed:
                 bits[index] &= ~(1 << group)
 
-    def _plan(self, run: StageRun, presence: Presence, bits: Sequence[int], free_bytes: int) -> _Plan:
+    def _plan(self, run: _StageRun, presence: Presence, bits: Sequence[int], free_bytes: int) -> _Plan:
         """The records of the longest resume point that this node can hold."""
         query, layout = presence.query, presence.layout
         group_bytes = [
@@ -179,24 +204,25 @@ class Promotion:
         ):
             probe = (index_of[needed.tokens], needed.group)
             size_bytes = presence.mean_bytes(needed.group, UNKNOWN_BYTES)
-            for slice_, key in enumerate(presence.keys(probe)):
+            for slice_ in range(layout.groups[needed.group].num_slices):
+                key = presence.key(probe, slice_)
                 plan.useful.add(key)
                 if key not in run.pins:
                     places = self._places(presence, probe, slice_)
-                    plan.wanted.append(Wanted(key, probe, needed.tokens, places, size_bytes))
+                    plan.wanted.append(_Wanted(key, probe, needed.tokens, places, size_bytes))
         return plan
 
     def _places(self, presence: Presence, probe: Probe, slice_: int) -> tuple[Tier, ...]:
-        said = ((self._hot, presence.hot), (self._cold, presence.cold))
-        return tuple(tier for tier, found in said if tier is not None and found.get(probe, 0) >> slice_ & 1)
+        found_in = ((self._hot, presence.hot), (self._cold, presence.cold))
+        return tuple(tier for tier, found in found_in if tier is not None and found.get(probe, 0) >> slice_ & 1)
 
-    async def _fetch(self, run: StageRun, wanted: Sequence[Wanted]) -> set[Probe]:
-        """Bring records in, ascending, a few at a time; returns what is missing, and stops soon after the first."""
+    async def _fetch(self, run: _StageRun, wanted: Sequence[_Wanted]) -> set[Probe]:
+        """Fetch records, ascending, a few at a time; returns what is missing, and stops soon after the first."""
         missed: set[Probe] = set()
-        for start in range(0, len(wanted), PINNED_AT_ONCE):
+        for start in range(0, len(wanted), _PINNED_AT_ONCE):
             async with self._work.turn(len(wanted)):
-                for item in wanted[start : start + PINNED_AT_ONCE]:  # nothing may evict it while the rest is fetched
-                    if item.key in self._memory and (cut := self._keep(run, item, None)):
+                for item in wanted[start : start + _PINNED_AT_ONCE]:  # pinned first, so that nothing evicts it
+                    if item.key in self._memory and (cut := self._pin(run, item, None)):
                         run.cut_by(cut)
                         missed.add(item.probe)
         left = await self._work.run(len(wanted), lambda: [item for item in wanted if item.key not in run.pins])
@@ -204,13 +230,13 @@ class Promotion:
         run.waiting = {item.key for item in left}
         run.touch()
 
-        async def worker(items: Iterator[Wanted]) -> None:
+        async def worker(items: Iterator[_Wanted]) -> None:
             for item in items:
                 if missed:
                     return
                 try:
                     cut = await self._fetch_one(run, item)
-                except Closed:  # the store is being closed under us: settle for what is here
+                except Closed:  # the store is being closed during the stage: return what is here
                     cut = "closed"
                 if cut:
                     run.cut_by(cut)
@@ -222,15 +248,15 @@ class Promotion:
                     group.create_task(worker(todo))
         return missed
 
-    async def _fetch_one(self, run: StageRun, item: Wanted) -> str:
-        """Bring in one record; returns why that failed, or an empty string."""
+    async def _fetch_one(self, run: _StageRun, item: _Wanted) -> str:
+        """Fetch one record; returns why that failed, or an empty string."""
         read = await self._flights.run(item.key, lambda: self._read(item, run.layout))
         run.waiting.discard(item.key)
         if isinstance(read, _NotRead):
-            return read.cut if item.key not in self._memory else self._keep(run, item, None)
-        return self._keep(run, item, read)
+            return read.cut if item.key not in self._memory else self._pin(run, item, None)
+        return self._pin(run, item, read)
 
-    def _keep(self, run: StageRun, item: Wanted, read: _Read | None) -> str:
+    def _pin(self, run: _StageRun, item: _Wanted, read: _Read | None) -> str:
         """Pin a record for this stage without suspending, so that nothing can evict it first; returns why that failed,
         or an empty string.
         """
@@ -246,18 +272,18 @@ class Promotion:
             self._memory.remove(item.key)
             self._meters.add("corrupt_records", tier=self._memory.name, reason=str(error.message))
             return f"corrupt:{self._memory.name}"
-        pinned_before, room_bytes = self._memory.pinned_bytes, self._room_for(item.key.namespace)
+        pinned_before, free_bytes = self._memory.pinned_bytes, self._free_for(item.key.namespace)
         pin = self._memory.pin([item.key])
         assert pin is not None
         added_bytes = self._memory.pinned_bytes - pinned_before
-        if added_bytes > room_bytes:
+        if added_bytes > free_bytes:
             self._memory.unpin(pin)
             self._meters.add("stage_refused", reason="stage_bytes")
             return "node_memory"
         run.hold(item, pin, read.tier if read is not None else self._memory.name, added_bytes)
         return ""
 
-    async def _read(self, item: Wanted, layout: Layout) -> _Read | _NotRead:
+    async def _read(self, item: _Wanted, layout: Layout) -> _Read | _NotRead:
         """Read one record from the first place that has it. Runs once for all stages that want it."""
         cut = "gone"
         for number, tier in enumerate(item.places):
@@ -276,7 +302,7 @@ class Promotion:
                 check_header(record.header, layout, item.tokens)
             except CorruptRecord as error:
                 cut = f"corrupt:{tier.name}"
-                await self._put_aside(tier, record, str(error.message))
+                await self._quarantine(tier, record, str(error.message))
                 continue
             self._meters.add("staged_records", tier=tier.name)
             self._meters.add("staged_bytes", record.num_bytes, tier=tier.name)
@@ -286,7 +312,7 @@ class Promotion:
             return _Read(record, tier.name)
         return _NotRead(cut)
 
-    async def _read_from(self, tier: Tier, item: Wanted, seconds: float) -> Record | None:
+    async def _read_from(self, tier: Tier, item: _Wanted, seconds: float) -> Record | None:
         """Read a record once from one tier. `None`: it is not there, which is remembered for a while."""
         grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes))
         try:
@@ -315,7 +341,7 @@ class Promotion:
             if key in run.waiting:
                 run.touch()
 
-    async def _put_aside(self, tier: Tier, record: Record, reason: str) -> None:
+    async def _quarantine(self, tier: Tier, record: Record, reason: str) -> None:
         self._meters.add("corrupt_records", tier=tier.name, reason=reason)
         self._absent.add(record.key, self._limits.absent_s)
         deadline = Deadline.after(self._limits.fetch_timeout_s, self._clock)
@@ -325,70 +351,21 @@ class Promotion:
             self._meters.add("stage_tier_failures", tier=tier.name)
 
 
-PINNED_AT_ONCE = 1024
-"""Records that are pinned or unpinned before the event loop gets a turn: some milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """What a stage holds when it ends; whoever receives it owns the pins.
-
-    Attributes:
-        resume_tokens: The resume point that the pinned records serve, or the local tokens.
-        pins: The records, in the order of their boundaries.
-        spans: Their tokens (start, stop), in this order.
-        sources: Number of records by tier that they were read from.
-        num_bytes: Bytes of the records, headers included.
-        cut: Why it is less than was promised, if it is: a word of docs/explain.md, perhaps with `:` and a tier's name.
-    """
-
-    resume_tokens: int
-    pins: dict[RecordKey, Pin]
-    spans: tuple[tuple[int, int], ...]
-    sources: dict[str, int]
-    num_bytes: int
-    cut: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One record to bring in.
-
-    Attributes:
-        key: The record.
-        probe: Boundary and group that it is a slice of.
-        tokens: The boundary, which its header must agree with.
-        places: The slower tiers that should have it, in the order to try them.
-        size_bytes: Its estimated size.
-    """
-
-    key: RecordKey
-    probe: Probe
-    tokens: int
-    places: tuple[Tier, ...]
-    size_bytes: int
-
-
 @dataclass(eq=False, slots=True)
-class StageRun:
-    """One stage while it runs.
-
-    Attributes:
-        pins: What it holds so far.
-        sources: The tier of each held record.
-        pinned_bytes: What its pins added to the memory tier's pinned bytes.
-        waiting: Keys that it still waits for.
-        cut: The first reason why it returns less than was promised.
-    """
+class _StageRun:
+    """One stage while it runs: what it has pinned and what it waits for."""
 
     query: PrefixQuery
     layout: Layout
     progress: Progress | None
     pins: dict[RecordKey, Pin] = field(default_factory=dict)
     sources: dict[RecordKey, str] = field(default_factory=dict)
+    """The tier that each pinned record was read from."""
     pinned_bytes: int = 0
+    """What its pins added to the memory tier's pinned bytes."""
     waiting: set[RecordKey] = field(default_factory=set)
     cut: str = ""
+    """The first reason why it returns less than looked usable."""
     _num_bytes: int = 0
     _timer: asyncio.Timeout | None = None
     _stall_s: float = 0.0
@@ -398,23 +375,23 @@ class StageRun:
         """Have `timer` expire when nothing arrives for `stall_s`, and after `remaining_s` in any case."""
         self._timer, self._stall_s = timer, stall_s
         self._ends_s = asyncio.get_running_loop().time() + remaining_s
-        self.waits_for_nothing()
+        self.expect_nothing()
 
     def cut_by(self, reason: str) -> None:
         self.cut = self.cut or reason
 
-    def waits_for_nothing(self) -> None:
-        """No record is expected now, so only the end counts."""
+    def expect_nothing(self) -> None:
+        """Stop the stall timer: no record is expected now, so only the end counts."""
         if self._timer is not None and not self._timer.expired():
             self._timer.reschedule(self._ends_s)
 
     def touch(self) -> None:
-        """A record is expected, or has begun or ended to arrive: wait for the next one from now on."""
+        """Restart the stall timer: a record is expected, or has begun or ended to arrive."""
         if self._timer is not None and not self._timer.expired():
             now_s = asyncio.get_running_loop().time()
             self._timer.reschedule(min(self._ends_s, now_s + self._stall_s))
 
-    def hold(self, item: Wanted, pin: Pin, source: str, added_bytes: int) -> None:
+    def hold(self, item: _Wanted, pin: Pin, source: str, added_bytes: int) -> None:
         self.pins[item.key] = pin
         self.sources[item.key] = source
         self.pinned_bytes += added_bytes
@@ -427,11 +404,11 @@ class StageRun:
         self._drop(memory, list(self.pins))
 
     async def drop_pins_in_pieces(self, memory: MemoryTier, work: LongWork, *, but: Collection[RecordKey]) -> None:
-        """Unpin what is not to be kept."""
+        """Unpin all but some records."""
         useless = await work.run(len(self.pins), lambda: [key for key in self.pins if key not in but])
-        for start in range(0, len(useless), PINNED_AT_ONCE):
+        for start in range(0, len(useless), _PINNED_AT_ONCE):
             async with work.turn(len(useless)):
-                self._drop(memory, useless[start : start + PINNED_AT_ONCE])
+                self._drop(memory, useless[start : start + _PINNED_AT_ONCE])
 
     def _drop(self, memory: MemoryTier, keys: Iterable[RecordKey]) -> None:
         before_bytes = memory.pinned_bytes
@@ -466,17 +443,10 @@ class StageRun:
         for (index, group), slices in held.items():
             if slices == (1 << self.layout.groups[group].num_slices) - 1:
                 bits[index] |= 1 << group
-        tokens = [boundary.tokens for boundary in self.query.boundaries]
-        resume_tokens = longest_resumable(
-            self.layout,
-            tokens,
-            bits,
-            local_tokens=self.query.local_tokens,
-            cap_tokens=self.query.cap_tokens,
-            step_tokens=self.query.step_tokens,
-        )
+        resume_tokens = resume_of(self.layout, self.query, bits)
         kept: dict[RecordKey, Pin] = {}
         if resume_tokens > self.query.local_tokens:
+            tokens = [boundary.tokens for boundary in self.query.boundaries]
             prefixes = {boundary.tokens: boundary.prefix for boundary in self.query.boundaries}
             for needed in records_to_resume(
                 self.layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=self.query.local_tokens
@@ -501,7 +471,7 @@ def next_window(window: int, took_s: float, *, quick_s: float, limit: int) -> in
 
 
 class FetchGate:
-    """Lets a changing number of reads run, first come first served."""
+    """Lets a changing number of reads of one tier run: fewer while it is slow, more while it is fast, in FIFO order."""
 
     def __init__(self, clock: Clock, *, quick_s: float, limit: int) -> None:
         self._turns = Turns(min(4, limit))

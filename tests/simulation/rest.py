@@ -124,12 +124,12 @@ def under_way(world: World) -> str:
         if not service.is_open:
             return f"{service.name} is not there"
         saver = service.store._saver
-        num_asked = saver._finisher.num_asked if saver._finisher is not None else 0
+        num_requests = len(saver._finisher._requests) if saver._finisher is not None else 0
         if (
-            saver._bringing
+            saver._copies
             or len(saver._pending_writes)
             or any(len(queue) for _, queue in saver._queues)
-            or num_asked
+            or num_requests
             or len(service.recorder)
         ):
             return f"{service.name} is not done"

@@ -16,6 +16,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.owner import RetentionOwner
@@ -106,6 +107,7 @@ class Service:
 
     async def _open(self) -> None:
         world, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
+        instruments = Instruments(clock, meters)
         # no arena: its memory is warmed by a thread, and records this small never stand in it
         self.memory = MemoryTier(self.sizes.memory_bytes)
         stack.push_async_callback(self.memory.aclose)
@@ -116,28 +118,26 @@ class Service:
             world.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
         )
         catalog = SimulatedRedisCatalog(world.books, clock=clock, ask=self.to_redis)
-        self.recorder = Recorder(catalog, meters, clock)
+        self.recorder = Recorder(catalog, instruments)
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
         stack.push_async_callback(background.aclose)
         self.reconciler = Reconciler(catalog, meters, look_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
         rule = self.sizes.admission
-        own_rule, below = AdmitAll.name if rule == AUTO else rule, self.recorder.below
-        admission = ColdAdmission(own_rule, meters=meters, clock=clock, below=below)
+        own_rule = AdmitAll.name if rule == AUTO else rule
+        admission = ColdAdmission(own_rule, instruments, self.recorder.parent_of)
         choice, budget_gate = AutoChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)
             budget_gate = BudgetGate(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
             retention = RetentionOwner(
                 cold,
-                Level.COLD,
                 catalog,
                 catalog.ownership(OWNER_LEASE_S),
                 RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=stop),
                 choice=choice,
-                meters=meters,
-                clock=clock,
+                instruments=instruments,
                 num_refused=lambda: self.recorder.num_refused,
                 budget_gate=budget_gate,
             )
@@ -151,11 +151,9 @@ class Service:
             CataloguedTier(cold, Level.COLD, self.recorder, budget_gate),
             pending=pending,
             recorder=self.recorder,
-            choice=choice,
-            admission=admission,
-            meters=meters,
             limits=self.sizes.limits,
-            clock=clock,
+            retention=RetentionParts(choice=choice, admission=admission),
+            instruments=instruments,
         )
         stack.push_async_callback(self.store.aclose)
         self.is_open = True

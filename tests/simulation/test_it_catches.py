@@ -123,8 +123,8 @@ def test_a_rule_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_seen_again_and_not_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was declined stays where it is, however often it is seen."""
 
-    def bring(self: Saver, *about: object) -> None:
+    def copy_to_cold(self: Saver, *about: object) -> None:
         pass
 
-    monkeypatch.setattr(Saver, "bring", bring)
+    monkeypatch.setattr(Saver, "copy_to_cold", copy_to_cold)
     assert "seen again and again" in first_violation()

@@ -1,11 +1,12 @@
 """`EncryptedStore`: the border between a store and its clients where records are encrypted, and names are keyed.
 
 Below this border, in the store with its memory, queues, tiers, catalog and pending entries, there are only encrypted
-records under keyed names, so nothing there knows of keys. Above it, on the wire and in engines, there are only plain
+records under keyed names, and nothing has access to keys. Above it, on the wire and in engines, there are only plain
 records under plain names. A record is encrypted once, when it is accepted, and has the same bytes in every tier; it is
-decrypted each time a rank loads it. So memory holds ciphertext, and is not shared with engines. Accidents are found by
-the checksum when a record is staged, as without encryption. A forged record, which only the tag reveals, is found when
-it is loaded: the load fails, every tier puts the record aside, and the engine computes.
+decrypted each time a rank loads it. So memory holds ciphertext, and is not shared with engines.
+
+The checksum finds accidents when a record is staged, as without encryption. Only the tag reveals a forged record, when
+it is loaded: the load fails, every tier quarantines the record, and the engine computes.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class EncryptedStore(PageStore):
     """A `TieredStore` that keeps nothing readable.
 
     Args:
-        inner: Closed with this one.
-        keys: Where the tenants' keys come from; read again while this is open.
+        inner: Closed with this store.
+        keys: Where the tenants' keys come from; read again while this store is open.
     """
 
     def __init__(self, inner: TieredStore, keys: KeySource) -> None:
@@ -92,7 +93,7 @@ class EncryptedStore(PageStore):
         tenant = self._tenant(query.namespace)
         generations = self.generations(tenant)
         if not generations:
-            self._missed(tenant, generations)
+            self._count_miss(tenant, generations)
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
         named = await self._named(query, generations, deadline)
         # With names of several generations the catalog learns no parents: a boundary whose parent goes by another name
@@ -100,7 +101,7 @@ class EncryptedStore(PageStore):
         learns = len(generations) == 1 or named == await _under(query, generations[0])
         found = await self.inner.lookup(named, deadline=deadline, learns=learns)
         if found.resume_tokens + query.step_tokens <= query.cap_tokens:
-            self._missed(tenant, generations)
+            self._count_miss(tenant, generations)
         return found
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
@@ -108,13 +109,13 @@ class EncryptedStore(PageStore):
         if not generations:
             return Staged(None, query.local_tokens, cut="no_key")
         named = await self._named(query, generations, deadline)
-        told = _plain_progress(progress) if progress is not None else None
-        staged = await self.inner.stage(named, deadline=deadline, progress=told)
+        report = _plain_progress(progress) if progress is not None else None
+        staged = await self.inner.stage(named, deadline=deadline, progress=report)
         try:
             return await self.inner.work.run(
                 len(query.boundaries) + len(staged.keys), _plain_staged, staged, named, query
             )
-        except BaseException:  # nobody will learn of the lease
+        except BaseException:  # no caller will have the lease
             if staged.lease is not None:
                 await self.inner.release(staged.lease)
             raise
@@ -132,8 +133,8 @@ class EncryptedStore(PageStore):
         boundaries, held = list(named.boundaries), list(found.groups_present)
         for generation in generations[1:]:
             other = await _under(query, generation)
-            told = await self.inner.probe(other, deadline=deadline)
-            for index, groups in enumerate(told.groups_present):
+            probed = await self.inner.probe(other, deadline=deadline)
+            for index, groups in enumerate(probed.groups_present):
                 if groups.bit_count() > held[index].bit_count():
                     boundaries[index], held[index] = other.boundaries[index], groups
         return replace(query, boundaries=tuple(boundaries))
@@ -149,7 +150,7 @@ class EncryptedStore(PageStore):
         deadline: Deadline,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
-        """As `PageStore.load`. A record whose tag does not match is put aside in every tier, and counts as missing."""
+        """As `PageStore.load`. A record whose tag does not match is quarantined in every tier and counts as missing."""
         error = Unavailable("the lease has ended, or does not hold the record", key=key)
         for generation in self.generations(self._tenant(key.namespace)):
             named = key if generation is None else generation.named(key)
@@ -161,21 +162,21 @@ class EncryptedStore(PageStore):
                 return await self._decrypted(record, generation, key, deadline)
             except CorruptRecord as found:
                 self.meters.add("encryption_misses", reason="tampered")
-                _log.warning("a stored record is not what was encrypted, it is put aside: %s", found)
+                _log.warning("quarantined a stored record that is not what was encrypted: %s", found)
                 await self.inner.discard(named, found.message, deadline=deadline)
                 error = Unavailable("the record is not what was encrypted", key=key)
         raise error
 
-    async def _decrypted(self, record: Record, key: Generation, asked: RecordKey, deadline: Deadline) -> Record:
+    async def _decrypted(self, record: Record, key: Generation, plain_key: RecordKey, deadline: Deadline) -> Record:
         if key is None:
             if record.header.key_id:
-                raise CorruptRecord("an encrypted record stands under a plain name", key=asked)
+                raise CorruptRecord("an encrypted record stands under a plain name", key=plain_key)
             return record
         if record.header.payload_bytes < ENCRYPTION_BYTES:
-            raise CorruptRecord("an encrypted record is too short", key=asked)
+            raise CorruptRecord("an encrypted record is too short", key=plain_key)
         target = fresh_buffer(record.num_bytes - ENCRYPTION_BYTES)
         async with deadline.scope("decrypting a record"):
-            plain = await self._work(record.num_bytes, lambda: decrypt_record(record, key, target, asked.prefix))
+            plain = await self._work(record.num_bytes, lambda: decrypt_record(record, key, target, plain_key.prefix))
         self.meters.add("decrypted_records")
         self.meters.add("decrypted_bytes", plain.num_bytes)
         return plain
@@ -235,8 +236,8 @@ class EncryptedStore(PageStore):
         return await self.inner.explain(request, deadline=deadline, tenant=tenant)
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
-        told = await self.inner.status(deadline=deadline, tenant=tenant)
-        return told if tenant else {**told, "encryption": {"keys": len(self._keys.ring)}}
+        status = await self.inner.status(deadline=deadline, tenant=tenant)
+        return status if tenant else {**status, "encryption": {"keys": len(self._keys.ring)}}
 
     # keys
 
@@ -273,8 +274,8 @@ class EncryptedStore(PageStore):
             return "no_key"
         return "wrong_key" if state.wrong else "missing_key" if state.missing else ""
 
-    def _missed(self, tenant: str, generations: Sequence[Generation]) -> None:
-        """Count a lookup that found less than it asked for, if a key may be the reason."""
+    def _count_miss(self, tenant: str, generations: Sequence[Generation]) -> None:
+        """Count a lookup that found less than its whole prompt, if a key may be the reason."""
         if reason := self._key_reason(tenant, generations):
             self.meters.add("encryption_misses", reason=reason)
         if reason == "no_key":
@@ -287,7 +288,7 @@ class EncryptedStore(PageStore):
         return SaveOutcome.FULL
 
     def _warn_no_key(self, tenant: str) -> None:
-        self._warn(f"a tenant has no key, nothing of it is stored: add one to encryption_keys tenant={tenant!r}")
+        self._warn(f"a tenant has no key and stores nothing: add one to encryption_keys tenant={tenant!r}")
 
     def _warn(self, text: str) -> None:
         """Log each text once."""
@@ -324,7 +325,7 @@ async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:
 
 
 def _plain_staged(staged: Staged, named: PrefixQuery, query: PrefixQuery) -> Staged:
-    """What is staged for a query that was asked under other names."""
+    """What is staged for a query, given what was staged for it under keyed names."""
     plain = {name.prefix: boundary.prefix for name, boundary in zip(named.boundaries, query.boundaries, strict=True)}
     keys = tuple(RecordKey(key.namespace, plain[key.prefix], key.group, key.slice) for key in staged.keys)
     num_encrypted = sum(name.prefix != key.prefix for name, key in zip(staged.keys, keys, strict=True))
@@ -335,12 +336,12 @@ def _plain_progress(progress: Progress) -> Progress:
     """Reports plain bytes, given the encrypted bytes so far once for each record."""
     num_records = 0
 
-    def tell(num_bytes: int) -> None:
+    def report(num_bytes: int) -> None:
         nonlocal num_records
         num_records += 1
         progress(max(1, num_bytes - num_records * ENCRYPTION_BYTES))
 
-    return tell
+    return report
 
 
 def _boundary(boundary: Boundary, generation: Generation) -> Boundary:

@@ -1,4 +1,4 @@
-"""Compares the keys at hand with the ids that a tenant's records were written with, to detect wrong or missing keys."""
+"""Compares our keys with the ids that a tenant's records were written with, to detect wrong or missing keys."""
 
 from __future__ import annotations
 
@@ -20,23 +20,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KeyState:
-    """How the keys at hand differ from those that a tenant's records were written with.
-
-    Attributes:
-        wrong: Ids whose secret is a different one here.
-        missing: Ids that are not here at all.
-    """
+    """How our keys differ from those that a tenant's records were written with."""
 
     wrong: frozenset[int] = frozenset()
+    """Ids whose secret is a different one here."""
     missing: frozenset[int] = frozenset()
+    """Ids that are not here at all."""
 
 
 class KeyLedger:
     """The notes of key ids beside the records of each slower tier. Best effort: names depend on the keys themselves, so
     a wrong key finds nothing, with or without a note.
-
-    Args:
-        tiers: Where records are.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -92,21 +86,20 @@ class KeyLedger:
 
 def explain(tenant: str, state: KeyState) -> list[str]:
     """A sentence for the operator on each problem, with the next step to take."""
-    told = []
     who = f"tenant={tenant!r}"
-    for key_id in sorted(state.wrong):
-        told.append(
-            f"the encryption key is another one than records were written with, they are misses and nothing is saved: "
-            f"give key {key_id} its old secret back, and a new secret a new id {who} id={key_id}"
-        )
-    for key_id in sorted(state.missing):
-        told.append(
-            f"records were written with a key that is not among encryption_keys, they are misses: put key {key_id} "
-            f"back behind the current one, or let go of what it wrote by `kvstore migrate finish` {who} id={key_id}"
-        )
-    return told
+    wrong = [
+        f"the encryption key has another secret than the one that records were written with, so they are misses and "
+        f"nothing is saved: give key {key_id} its old secret back, and a new secret a new id {who} id={key_id}"
+        for key_id in sorted(state.wrong)
+    ]
+    missing = [
+        f"records were written with a key that is not in encryption_keys, so they are misses: put key {key_id} back "
+        f"behind the current one, or delete what it wrote by `kvstore migrate finish` {who} id={key_id}"
+        for key_id in sorted(state.missing)
+    ]
+    return wrong + missing
 
 
 def failed(error: KVStoreError) -> str:
     """As `explain`, for a `check` that raised."""
-    return f"the encryption keys cannot be compared with those that records were written with: {error}"
+    return f"the encryption keys could not be compared with those that records were written with: {error}"

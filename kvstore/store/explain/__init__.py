@@ -1,1 +1,1 @@
-"""Why a request found less than its prompt."""
+"""Why a request was resumed no further than it was."""

@@ -18,35 +18,27 @@ from kvstore.store.namespaces import Manifests
 __all__ = ["Absence", "AbsenceFinder", "Removals"]
 
 Removals = Mapping[tuple[NamespaceId, PrefixHash], Sequence[Tombstone]]
-"""What left, by boundary, the latest first."""
+"""Tombstones by boundary, the latest first."""
 
 _NAMESPACES_MAX = 64
 """Namespaces of the same tenant to compare with; each costs one read of a manifest and one of the catalog."""
-
 _TOMBSTONES_MAX = 1 << 20
 """As many as the catalog keeps."""
-
 _FIELDS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why something was not there.
-
-    Attributes:
-        reason: A word of `reasons.REASONS`.
-        detail: The evidence for it.
-    """
+    """Why something was not there: a word of `reasons.REASONS`, and the evidence for it."""
 
     reason: str
     detail: Mapping[str, object] = field(default_factory=dict)
 
 
 class AbsenceFinder:
-    """Judges by what is known now; what changed after the request is told apart by its time, in whole seconds.
+    """Judges by the catalog's present state. Changes after the request are recognized by their time, in whole seconds.
 
     Args:
-        catalog: Where to look.
         manifests: Describes other namespaces.
     """
 
@@ -59,7 +51,7 @@ class AbsenceFinder:
         namespace: NamespaceId,
         prefix: PrefixHash,
         groups: int,
-        asked_s: int,
+        missed_s: int,
         *,
         deadline: Deadline,
         removals: Removals | None = None,
@@ -70,7 +62,7 @@ class AbsenceFinder:
             namespace: Where it was looked up.
             prefix: The boundary.
             groups: A bit for each group that was complete there at the time.
-            asked_s: Time of the request, in seconds since the Unix epoch.
+            missed_s: Time of the request, in seconds since the Unix epoch.
             deadline: When to give up.
             removals: As `removals` returned them a moment ago; `None`: they are read.
 
@@ -79,17 +71,17 @@ class AbsenceFinder:
         """
         entry = await self._catalog.get(namespace, prefix, deadline=deadline)
         since: dict[str, object] = {}
-        if entry is not None and entry.first_use_s >= asked_s:
-            since = {"stored_after_s": entry.first_use_s - asked_s}
+        if entry is not None and entry.first_use_s >= missed_s:
+            since = {"stored_after_s": entry.first_use_s - missed_s}
         description = await self._manifests.describe(namespace, deadline=deadline)
         removals = removals if removals is not None else await self.removals(deadline=deadline)
-        left = removals.get((namespace, prefix), ())
-        tombstone = next((one for one in left if one.at_s <= asked_s), None)
+        tombstones = removals.get((namespace, prefix), ())
+        tombstone = next((one for one in tombstones if one.at_s <= missed_s), None)
         if groups:
             layout = description.layout() if description is not None else None
-            return Absence("group_incomplete", {**_groups(layout, groups), **_left(tombstone, asked_s), **since})
+            return Absence("group_incomplete", {**_groups(layout, groups), **_removal(tombstone, missed_s), **since})
         if tombstone is not None:
-            return Absence(LEFT[tombstone.reason], {**_left(tombstone, asked_s), **since})
+            return Absence(LEFT[tombstone.reason], {**_removal(tombstone, missed_s), **since})
         if entry is not None and not since:
             return Absence("group_incomplete", _slices(entry, description))
         if description is not None and (other := await self._elsewhere(description, prefix, deadline)) is not None:
@@ -99,13 +91,13 @@ class AbsenceFinder:
         return Absence("never_stored", since)
 
     async def removals(self, *, deadline: Deadline) -> Removals:
-        """What left, as far as the catalog remembers. It is read whole: read it once for several boundaries.
+        """All removals that the catalog remembers. Read them once for several boundaries.
 
         Raises:
             KVStoreError: The catalog did not answer.
         """
         tombstones = await self._catalog.tombstones(limit=_TOMBSTONES_MAX, deadline=deadline)
-        return await asyncio.to_thread(_by_boundary, tombstones)  # many: engines are answered meanwhile
+        return await asyncio.to_thread(_by_boundary, tombstones)  # many: the loop serves engines at the same time
 
     async def _elsewhere(
         self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
@@ -117,22 +109,22 @@ class AbsenceFinder:
         ]
         nearest: tuple[NamespaceId, dict[str, tuple[object, object]]] | None = None
         for other in others[-_NAMESPACES_MAX:]:
-            its = await self._manifests.describe(other, deadline=deadline)
-            if its is None:
+            described = await self._manifests.describe(other, deadline=deadline)
+            if described is None:
                 continue
-            await self._catalog.register(other, its.layout(), its.tenant, deadline=deadline)
+            await self._catalog.register(other, described.layout(), described.tenant, deadline=deadline)
             if await self._catalog.get(other, prefix, deadline=deadline) is None:
                 continue
-            fields = field_differences(description.fields, its.fields)
+            fields = field_differences(description.fields, described.fields)
             if nearest is None or len(fields) < len(nearest[1]):
                 nearest = other, fields
         if nearest is None:
             return None
         namespace, fields = nearest
-        told = {
+        differences = {
             name: f"{mine!r} here, {theirs!r} there" for name, (mine, theirs) in sorted(fields.items())[:_FIELDS_MAX]
         }
-        return {"other_namespace": namespace.hex(), "fields": ", ".join(told), **told}
+        return {"other_namespace": namespace.hex(), "fields": ", ".join(differences), **differences}
 
 
 def _by_boundary(tombstones: Sequence[Tombstone]) -> Removals:
@@ -142,13 +134,13 @@ def _by_boundary(tombstones: Sequence[Tombstone]) -> Removals:
     return found
 
 
-def _left(tombstone: Tombstone | None, asked_s: int) -> dict[str, object]:
+def _removal(tombstone: Tombstone | None, missed_s: int) -> dict[str, object]:
     if tombstone is None:
         return {}
     return {
         "left": LEFT[tombstone.reason],
         "left_from": tombstone.level.name.lower(),
-        "left_before_s": asked_s - tombstone.at_s,
+        "left_before_s": missed_s - tombstone.at_s,
     }
 
 

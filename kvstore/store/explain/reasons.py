@@ -12,12 +12,7 @@ __all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason", "result_of"]
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The meaning of a word.
-
-    Attributes:
-        why: One sentence.
-        advice: The next step to take; empty: there is nothing to do.
-    """
+    """The meaning of a word, in one sentence, and the next step to take; empty: there is nothing to do."""
 
     why: str
     advice: str = ""
@@ -28,28 +23,29 @@ REASONS = {
     "": Reason("all of the prompt that can be resumed was resumed"),
     "held_by_engine": Reason("the engine's own cache held as much or more"),
     "too_short": Reason("the prompt is shorter than one block, so there is nothing to resume"),
-    "opted_out": Reason("the request asked not to be loaded", "its kv_transfer_params say so"),
+    "opted_out": Reason("the request asked not to be loaded", "see its kv_transfer_params"),
     "mode": Reason("this engine only saves", 'set "mode" to "both" in kv_connector_extra_config'),
     "audited": Reason("what was found is computed again to be compared, as audit_rate asks"),
     "cheaper_to_compute": Reason(
-        "by what this engine has measured, computing took less time than fetching would have",
+        "by this engine's measurements, computing took less time than fetching would have",
         "a quicker hot tier, or load_always in kv_connector_extra_config where fetching is always right",
     ),
     # the engine has no cache, or not yet
-    "engine_not_cached": Reason("this engine is not cached", "its log says why at start; see docs/vllm.md"),
-    "not_ready": Reason("the engine was still digesting its weights or opening its namespace", "wait"),
-    "uncacheable": Reason("it is not known what the pages of this request depend on"),
+    "engine_not_cached": Reason("this engine is not cached", "its log gives the reason at start; see docs/vllm.md"),
+    "not_ready": Reason("the engine was still hashing its weights or opening its namespace", "wait"),
+    "uncacheable": Reason("the engine does not know everything that this request's pages depend on"),
     "adapter_unknown": Reason("the content of the request's adapter could not be read", "see the engine's log"),
     # something was slow or broken
     "lookup_timeout": Reason(
-        "the store did not say in time what is there",
+        "the lookup took longer than lookup_timeout_ms",
         "`kvstore doctor` tests the service and its tiers; where those are well but slow, a larger lookup_timeout_ms",
     ),
     "lookup_failed": Reason(
-        "the store could not be asked", "`kvstore doctor` says whether the service runs; its log says since when"
+        "the lookup failed: the store could not be reached",
+        "`kvstore doctor` says whether the service runs; its log says since when",
     ),
     "stage_timeout": Reason(
-        "the service did not end the fetch in time", "`kvstore doctor` tests the service and its tiers"
+        "the service did not finish the fetch in time", "`kvstore doctor` tests the service and its tiers"
     ),
     "stage_failed": Reason("the fetch failed", "see the engine's and the service's log"),
     "shared_fetch_failed": Reason("another request was fetching the same, and failed", "explain that one"),
@@ -68,11 +64,11 @@ REASONS = {
         "this node's memory had no room for all of it", "a larger memory_bytes; three quarters of it can be on its way"
     ),
     "corrupt": Reason(
-        "a record did not match its checksum: it was put aside, and nothing of it was used",
+        "a record did not match its checksum: it was quarantined and not used",
         "`kvstore verify` walks a whole tier; check the medium",
     ),
     "gone": Reason(
-        "a record that the catalog told of was not there any more", "nothing: it is computed, and saved anew"
+        "a record that the catalog lists was no longer stored", "nothing: it is computed and saved again"
     ),
     "closed": Reason("the service was shutting down"),
     "load_failed": Reason(
@@ -84,38 +80,40 @@ REASONS = {
         "nothing, if it happens once: the next request that computes them saves them; else see the losses and "
         "write_back_dropped in `kvstore status --all`",
     ),
-    "evicted": Reason("it was stored, and left when a byte budget was reached", "a larger budget, or a pin"),
-    "quota": Reason("it was stored, and left when the tenant's quota was reached", "a larger quota, or a pin"),
-    "expired": Reason("it was stored, and its time to live passed", "a longer time to live, or a pin"),
-    "removed": Reason("it was stored, and somebody removed it"),
+    "evicted": Reason("it was stored, and was evicted when a byte budget was reached", "a larger budget, or a pin"),
+    "quota": Reason("it was stored, and was evicted when the tenant's quota was reached", "a larger quota, or a pin"),
+    "expired": Reason(
+        "it was stored, and was evicted when its time to live had passed", "a longer time to live, or a pin"
+    ),
+    "removed": Reason("it was stored, and a client or an operator removed it"),
     "lost": Reason(
-        "it was stored, and Redis let it go by itself: evicted, flushed or restarted without its data",
+        "it was stored, and Redis lost it: Redis evicted it, was flushed, or restarted without its data",
         "more memory for Redis, or a cold tier that gets more (retention_admission)",
     ),
-    "broken": Reason("it was stored, and left because a part that it needs was not there any more"),
+    "broken": Reason("it was stored, and was evicted because a part that it needs was missing"),
     "superseded": Reason("the end of a shorter prompt was replaced by a whole page"),
     "weights_retired": Reason(
         "an operator retired the weights that it was computed with",
         "`kvstore weights list`; new weights have another id",
     ),
     "other_salt": Reason(
-        "the same tokens were asked for under another cache_salt or adapter, which keeps them apart on purpose"
+        "the same tokens were requested under another cache_salt or adapter, which share nothing on purpose"
     ),
     "other_tenant": Reason("the same tokens are another tenant's, and tenants share nothing"),
     "namespace_differs": Reason(
         "the prompt is stored by an engine whose namespace differs from this one's",
-        "make the engines equal in the fields named; docs/vllm.md tells what goes into a namespace",
+        "make the engines equal in the fields named; docs/vllm.md lists the fields of a namespace",
     ),
     "never_stored": Reason(
-        "it has not been stored, as far as is known",
-        "if one like it was saved before: a date, an id or other tools near its start make it another prompt",
+        "no record of it being stored was found",
+        "if a similar prompt was saved: a date, an id or other tools near the start make it another prompt",
     ),
     "save_busy": Reason(
         "it was computed, but not saved: the processors were busy",
         "leave processor time to the engine's saves: fewer processes beside it, or more cores",
     ),
     "save_no_room": Reason(
-        "it was computed, but not saved: host memory for saves had no room while the engine held it",
+        "it was computed, but not saved: host memory for saves was full while the engine held it",
         "a larger pinned_bytes in kv_connector_extra_config",
     ),
     "save_too_large": Reason(
@@ -123,11 +121,11 @@ REASONS = {
         "set pinned_bytes in kv_connector_extra_config to needs_bytes or more",
     ),
     "save_stopped": Reason(
-        "it was computed, but not saved: the engine stopped first", "end engines by SIGTERM, and let them end"
+        "it was computed, but not saved: the engine stopped first", "stop engines with SIGTERM and wait until they exit"
     ),
     "save_failed": Reason(
         "it was computed, but not saved: the service did not take it",
-        "the service was stopped, killed or frozen at that time, or had no room: its log and the engine's tell which",
+        "the service was stopped, killed, frozen or full at that time: its log and the engine's log show which",
     ),
     "save_not_hashed": Reason(
         "it was computed before its prompt was hashed, and could not be saved",
@@ -144,19 +142,19 @@ REASONS = {
         "give the id its old secret back: docs/encryption.md",
     ),
     "missing_key": Reason(
-        "records were written with a key that is not among encryption_keys any more, perhaps this one",
+        "some records were written with a key that is no longer in encryption_keys, and this one may be among them",
         "put the key back behind the current one: docs/encryption.md",
     ),
     "nothing_stored": Reason(
         "nothing usable was found; whether it was stored before is not known here",
-        "a Redis as hot, or a directory as cold, keeps a catalog, which tells more",
+        "configure a Redis as hot or a directory as cold: both keep a catalog, which records what was stored",
     ),
     "not_looked_into": Reason(
-        "nothing usable was found; more requests missed at that time than are looked into",
-        "`kvstore explain` looks into this one; the reasons of others are those of a sample",
+        "nothing usable was found; more requests missed at that time than are investigated",
+        "`kvstore explain` investigates this one; the reasons of others are those of a sample",
     ),
     "catalog_incomplete": Reason(
-        "the catalog does not know of everything that is stored", "`kvstore reindex` makes it anew from the records"
+        "the catalog may lack records that are stored", "`kvstore reindex` rebuilds it from the records"
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What engines computed and did not save, by what a later request needs. Bounded, and apart for each tenant."""
+"""What engines report: records that they computed and did not save, and counts of the last minutes. Bounded."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from typing import TypeVar
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.layout import MAX_GROUPS
 from kvstore.model.outcome import Outcome
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.clock import Clock
 from kvstore.store.explain.reasons import REASONS, result_of
 
-__all__ = ["REPEATED_S", "WINDOW_S", "Losses", "Recent", "ReportedLoss"]
+__all__ = ["WINDOW_S", "Losses", "Recent", "ReportedLoss"]
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-_KEPT = 4096
+WINDOW_S = 300
+_STEP_S = 10
+_RECORDS_KEPT = 4096
 """Latest losses of each tenant."""
-
 _REQUESTS_KEPT = 2048
-
 _NAMESPACES_KEPT = 256
-
-REPEATED_S = 300
-"""What can never be saved is believed for so long: engines tell of it again every minute, while they run."""
+_NEVER_SAVED_S = 300
+"""How long a report of records that can never be saved counts: engines repeat it every minute while they run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedLoss:
-    """A loss as an engine reported it, and when, since the Unix epoch."""
+    """A loss as an engine reported it, and when it happened, since the Unix epoch."""
 
     outcome: Outcome
     at_ms: int
@@ -39,7 +38,7 @@ class ReportedLoss:
 
 @dataclass(slots=True)
 class _OfRequest:
-    """What of one request was not saved."""
+    """What of one request was not saved: records by reason."""
 
     first_tokens: int
     records: dict[str, int] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class _OfTenant:
 
 
 class Losses:
-    """Remembers losses; the latest one of a record takes the place of an earlier one."""
+    """The latest loss of each record, kept apart for each tenant, to explain later requests that need it."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _OfTenant] = {}
@@ -70,17 +69,17 @@ class Losses:
         if outcome.stop is None:
             _put(kept.namespaces, (outcome.namespace, group), loss, _NAMESPACES_KEPT)
             return
-        _put(kept.records, (outcome.namespace, outcome.stop.prefix, group), loss, _KEPT)
+        _put(kept.records, (outcome.namespace, outcome.stop.prefix, group), loss, _RECORDS_KEPT)
         mine = kept.requests.get(outcome.request) or _OfRequest(outcome.stop.tokens)
         mine.first_tokens = min(mine.first_tokens, outcome.stop.tokens)
-        reason = outcome.reason if outcome.reason in REASONS else "other"
+        reason = _word(outcome.reason)
         mine.records[reason] = mine.records.get(reason, 0) + outcome.num_lost
         _put(kept.requests, outcome.request, mine, _REQUESTS_KEPT)
 
     def at(self, tenant: str, namespace: NamespaceId, stop: Boundary, groups: int, now_ms: int) -> ReportedLoss | None:
         """The loss of a record that was missing at a boundary, of whose groups those in the bits `groups` were there.
 
-        What can never be saved comes first: whatever else happened to such a record, it would not be there.
+        A record that can never be saved comes first: it would not be there whatever else happened to it.
         """
         kept = self._tenants.get(tenant)
         if kept is None:
@@ -89,7 +88,7 @@ class Losses:
         never = (kept.namespaces.get((namespace, group)) for group in missing)
         lost = (kept.records.get((namespace, stop.prefix, group)) for group in missing)
         return next(
-            (loss for loss in never if loss is not None and now_ms - loss.at_ms < REPEATED_S * 1000),
+            (loss for loss in never if loss is not None and now_ms - loss.at_ms < _NEVER_SAVED_S * 1000),
             next((loss for loss in lost if loss is not None), None),
         )
 
@@ -98,47 +97,29 @@ class Losses:
         kept = self._tenants.get(tenant)
         if kept is None or (mine := kept.requests.get(request)) is None:
             return {}
-        told = ", ".join(f"{reason} {num}" for reason, num in sorted(mine.records.items()))
-        return {"not_saved": told, "first_not_saved_tokens": mine.first_tokens}
-
-
-def _put(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > most:
-        kept.popitem(last=False)
-
-
-WINDOW_S = 300
-_STEP_S = 10
+        numbers = ", ".join(f"{reason} {num}" for reason, num in sorted(mine.records.items()))
+        return {"not_saved": numbers, "first_not_saved_tokens": mine.first_tokens}
 
 
 @dataclass(slots=True)
 class _Step:
-    """Counts of one step, and for what can never be saved the `pinned_bytes` that would do and the one that is set."""
+    """Counts of ten seconds and, for records that can never be saved, the `pinned_bytes` needed and set."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     too_large: tuple[int, int] = (0, 0)
 
 
 class Recent:
-    """Counts what engines tell of, and forgets it after `WINDOW_S`, to a step of ten seconds.
+    """Counts of requests and losses over the last `WINDOW_S`, in steps of ten seconds, without a task of its own."""
 
-    Args:
-        clock: Tells the steps apart.
-    """
-
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._steps: dict[int, _Step] = {}  # by number
 
-    def count(self, outcome: Outcome, reason: str | None = None) -> None:
-        """Add one request, or one loss, in the step in which it happened; `reason`: the one that was found, in place
-        of the engine's own.
-        """
-        reason = outcome.reason if reason is None else reason
+    def add(self, outcome: Outcome, reason: str) -> None:
+        """Count one request, or one loss, in the step in which it happened, by the reason that was found."""
         first = self._first()
-        number = self._step(outcome.age_ms / 1000)
+        number = self._number(outcome.age_ms / 1000)
         if number < first:
             return
         if number not in self._steps:
@@ -147,7 +128,7 @@ class Recent:
         step = self._steps[number]
         counts = step.counts
         if outcome.is_loss:
-            counts["losses", reason if reason in REASONS else "other"] += outcome.num_lost
+            counts["losses", _word(reason)] += outcome.num_lost
             if outcome.reason == "save_too_large":
                 sizes = (outcome.detail.get("needs_bytes"), outcome.detail.get("pinned_bytes"))
                 step.too_large = max(step.too_large, (_whole(sizes[0]), _whole(sizes[1])))
@@ -158,13 +139,13 @@ class Recent:
         counts["tokens", "resumed"] += outcome.resume_tokens - local
         counts["tokens", "local"] += local
         if reason:
-            counts["reasons", reason if reason in REASONS else "other"] += 1
+            counts["reasons", _word(reason)] += 1
 
-    def told(self) -> Mapping[str, object]:
-        """`window_s`, and over it: `requests` by result, `tokens` by part, `reasons` why requests went no further,
-        `losses`: records that engines computed and did not save, by the reason, `too_large`: of engines that can never
-        save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are those of the
-        meters `requests`, `request_tokens` and `saves_lost`.
+    def counts(self) -> Mapping[str, object]:
+        """`window_s`, and over it: `requests` by result, `tokens` by part, `reasons` why requests were resumed no
+        further, `losses`: records that engines computed and did not save, by the reason, `too_large`: of engines that
+        can never save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are
+        those of the meters `requests`, `request_tokens` and `saves_lost`.
         """
         first = self._first()
         total: Counter[tuple[str, str]] = Counter()
@@ -173,7 +154,7 @@ class Recent:
             if number >= first:
                 total += step.counts
                 needs_bytes, pinned_bytes = max((needs_bytes, pinned_bytes), step.too_large)
-        told: dict[str, dict[str, int]] = {
+        found: dict[str, dict[str, int]] = {
             "requests": dict.fromkeys(("hit", "part", "miss", "local"), 0),
             "tokens": dict.fromkeys(("prompt", "resumed", "local"), 0),
             "reasons": {},
@@ -181,16 +162,28 @@ class Recent:
             "too_large": {"needs_bytes": needs_bytes, "pinned_bytes": pinned_bytes} if needs_bytes else {},
         }
         for (of, name), amount in sorted(total.items()):
-            told[of][name] = amount
-        return {"window_s": WINDOW_S, **told}
+            found[of][name] = amount
+        return {"window_s": WINDOW_S, **found}
 
-    def _step(self, age_s: float = 0.0) -> int:
+    def _number(self, age_s: float = 0.0) -> int:
         """The number of the step `age_s` ago."""
         return int((self._clock.monotonic_s() - age_s) // _STEP_S)
 
     def _first(self) -> int:
         """The number of the oldest step that counts."""
-        return self._step() - WINDOW_S // _STEP_S + 1
+        return self._number() - WINDOW_S // _STEP_S + 1
+
+
+def _put(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        kept.popitem(last=False)
+
+
+def _word(reason: str) -> str:
+    """A reason for the counts: a newer engine's words count as `other`."""
+    return reason if reason in REASONS else "other"
 
 
 def _whole(value: object) -> int:

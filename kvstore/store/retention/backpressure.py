@@ -19,30 +19,29 @@ _COMPLETE_S = 1.0
 """The records of a boundary come from several ranks: within this time of one, another may be on its way."""
 _RECENT_MAX = 16_384
 _EARLIER_FIRST, _EARLIER_MAX = 1 / 64, 1 / 8
-"""Shares of the budget by which eviction is asked for earlier: after a writer first had to wait, and at most."""
+"""Shares of the budget by which eviction starts earlier: after a writer first had to wait, and at most."""
 _EARLIER_KEPT = 15 / 16
 """What is kept of that share after a round in which no writer had to wait."""
 _PRESUMED_S_MAX = 2.0
-"""How long after a look others are presumed to keep writing at the rate seen before it."""
+"""How long after the totals were read other services are presumed to keep their rate of writing."""
 _RATE_KEPT = 0.5
-"""The least that is kept of that rate at each look, even if the look saw less."""
+"""The least that is kept of that rate at each reading, even if the totals have grown more slowly."""
 
 
 class BudgetGate:
-    """Tracks what a level holds between two looks at its totals, and admits no put beyond its budget.
+    """Tracks what a level holds between two readings of its totals, and admits no put beyond its budget.
 
-    What others have written since the last look is extrapolated from what they wrote before it; a put that then does
-    not fit has the totals read again.
+    What other services have written since the last reading is extrapolated from what they wrote before it. A put that
+    then does not fit causes another reading.
 
-    Eviction is asked for when the level is nearly full, and earlier if writers had to wait for it all the same, so that
-    waiting is rare. Retention says when nothing can leave (all is pinned): then a put that does not fit is refused at
-    once. While the totals cannot be read, everything is admitted.
+    Eviction is requested when the level is nearly full, and earlier if writers had to wait for it before, so that
+    waiting is rare. If nothing can be evicted because everything is pinned, a put that does not fit is refused at once.
+    While the totals cannot be read, everything is admitted.
 
     Args:
         budget_bytes: What the level may hold, in the unit of `settle`.
-        start_bytes: Above this eviction is asked for, at the latest.
-        clock: For what is recent.
-        is_shared: Whether others write to the level too.
+        start_bytes: Above this eviction is requested, at the latest.
+        is_shared: Whether other services write to the level too.
     """
 
     def __init__(self, budget_bytes: int, start_bytes: int, clock: Clock, *, is_shared: bool = False) -> None:
@@ -68,27 +67,27 @@ class BudgetGate:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held and in flight, as far as is known here."""
+        """Bytes held, in flight, and presumed."""
         return self._used_bytes + self._in_flight_bytes + self._presumed_bytes
 
     @property
     def held_bytes(self) -> int | None:
-        """Bytes held at the last look and since; `None`: the totals cannot be read."""
+        """Bytes in the last totals and since; `None`: the totals cannot be read."""
         return None if self._is_suspended else self._used_bytes
 
     @property
     def start_bytes(self) -> int:
-        """Above this eviction is asked for."""
+        """Above this eviction is requested."""
         return self._start_bytes_max - int(self._earlier_bytes)
 
     @property
-    def asked_bytes(self) -> int:
+    def requested_bytes(self) -> int:
         """Bytes that are being written, or wait to be."""
         return self._in_flight_bytes + self._waiting_bytes
 
     @property
     def _presumed_bytes(self) -> int:
-        """Bytes that others have written since the last look, if they kept their rate."""
+        """Bytes that other services have written since the totals were read, if they kept their rate."""
         if not self._others_rate:
             return 0
         return int(self._others_rate * min(self._clock.monotonic_s() - self._settled_s, _PRESUMED_S_MAX))
@@ -105,13 +104,13 @@ class BudgetGate:
         self._freed.set()
 
     def free(self, num_bytes: int) -> None:
-        """Note that bytes have left."""
+        """Note that bytes were evicted."""
         self._used_bytes = max(0, self._used_bytes - num_bytes)
         self._is_stuck = False
         self._freed.set()
 
     def evicted(self) -> None:
-        """Note the end of a round of eviction: the next one is asked for earlier if a writer had to wait since."""
+        """Note the end of a round of eviction: the next one is requested earlier if a writer had to wait since."""
         if self._has_waited:
             earlier_bytes = max(2 * self._earlier_bytes, _EARLIER_FIRST * self.budget_bytes)
             self._earlier_bytes = min(earlier_bytes, _EARLIER_MAX * self.budget_bytes)
@@ -120,7 +119,7 @@ class BudgetGate:
         self._has_waited = False
 
     def stuck(self) -> None:
-        """Note that nothing more can leave for now."""
+        """Note that nothing more can be evicted for now."""
         self._is_stuck = True
         self._freed.set()
 
@@ -144,7 +143,7 @@ class BudgetGate:
         return {name: index / len(self._recent) for index, name in enumerate(self._recent)}
 
     async def take(self, key: RecordKey, num_bytes: int, deadline: Deadline) -> bool:
-        """Reserve room for a put, until `end`. False: there is none, nor will there be in time.
+        """Reserve bytes for a put, until `end`. False: it does not fit, and nothing is evicted in time.
 
         If cancelled, nothing is reserved.
         """
@@ -161,17 +160,12 @@ class BudgetGate:
         self._in_flight_bytes += num_bytes * is_taken
         return is_taken
 
-    def _written(self, name: bytes) -> None:
-        self._writing[name] -= 1
-        if self._writing[name] <= 0:
-            del self._writing[name]
-
     async def _wait(self, num_bytes: int, deadline: Deadline) -> bool:
-        """Wait for room for part of the deadline; returns whether there is, without suspending once there is."""
+        """Wait for part of the deadline until a put fits; returns whether it does, without suspending once it does."""
         self._waiting_bytes += num_bytes
         self._has_waited = True
         try:
-            async with deadline.earlier(deadline.remaining_s * _WAIT_SHARE).scope("waiting for room"):
+            async with deadline.earlier(deadline.remaining_s * _WAIT_SHARE).scope("waiting for eviction"):
                 while not self._fits(num_bytes):
                     if self._is_stuck or num_bytes > self.budget_bytes:
                         return False
@@ -188,7 +182,7 @@ class BudgetGate:
         return self._is_suspended or self.used_bytes + num_bytes <= self.budget_bytes
 
     def end(self, key: RecordKey, num_bytes: int, *, is_stored: bool) -> None:
-        """Note the end of a put that had taken room, whatever its outcome."""
+        """Note the end of a put that `take` had admitted, stored or not."""
         name = key.namespace + key.prefix
         self._written(name)
         self._recent[name] = self._clock.monotonic_s()
@@ -203,7 +197,7 @@ class BudgetGate:
             self._freed.set()
 
     async def wanted(self, timeout_s: float) -> None:
-        """Return when eviction is asked for, or after `timeout_s`."""
+        """Return when eviction is requested, or after `timeout_s`."""
         if self.used_bytes + self._waiting_bytes <= self.start_bytes:  # earlier requests have been met
             self._wanted.clear()
         try:
@@ -212,3 +206,8 @@ class BudgetGate:
         except TimeoutError:
             pass
         self._wanted.clear()
+
+    def _written(self, name: bytes) -> None:
+        self._writing[name] -= 1
+        if self._writing[name] <= 0:
+            del self._writing[name]

@@ -10,9 +10,8 @@ from kvstore.eviction.admission import AdmitAll, SecondSight
 from kvstore.eviction.candidates import ADMISSIONS
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.placement import Presence, boundaries_beyond, boundaries_of
 
 __all__ = ["ColdAdmission"]
@@ -25,41 +24,37 @@ most."""
 _RESIZE_AT = 2.0
 """Sightings start over when the tier's capacity in boundaries has changed by this factor."""
 _AGREE_S = 3.0
-_WORD_S = 15.0
-"""How often the owner is asked for its rule, and how long its answer holds."""
+_RULE_S = 15.0
+"""How often the owner's rule is read, and how long it holds."""
 
 
 class ColdAdmission:
     """Decides whether the cold tier gets a record whose save waits for memory alone. Saves that wait for the hot or the
     cold tier are always written there, with the start of their prompt.
 
-    A lookup shows a whole prompt, so that is where a rule decides how much of it to admit; later saves are admitted up
-    to that point. What was declined stays in memory and in the hot tier, which may evict it. If a later lookup, on any
-    service, still finds it there, it has been seen twice and is brought to the cold tier with all below it.
+    A lookup shows a whole prompt, so the rule decides then how much of it to admit; later saves are admitted up to that
+    point. A declined record stays in memory and in the hot tier, which may evict it. If a later lookup, on any service,
+    still finds it there, it has been seen twice and is copied to the cold tier with all prefixes it needs.
 
-    What it remembers is bounded, see above, and forgotten with the process: what was forgotten counts as never seen,
-    and a prompt that is only half kept for that reason is completed by the next lookup that finds it.
+    The memory of names is bounded, see above, and lost with the process. A forgotten name counts as never seen, and a
+    prompt that is only half kept for that reason is completed by the next lookup that finds it.
 
     Args:
         rule: A name of `ADMISSIONS`, for namespaces whose owner has announced no other rule.
-        meters: Where to count: `admitted_records{rule} declined_records{rule} declined_bytes{rule}`.
-        clock: For how long an owner's rule holds.
-        below: Returns the boundary before a given one in its prompt, where that is known.
+        parent_of: Returns the boundary before a given one in its prompt, where that is known.
     """
 
     def __init__(
         self,
         rule: str,
-        *,
-        meters: Meters,
-        clock: Clock,
-        below: Callable[[PrefixHash], PrefixHash | None] = lambda prefix: None,
+        instruments: Instruments,
+        parent_of: Callable[[PrefixHash], PrefixHash | None] = lambda prefix: None,
     ) -> None:
         self._own_rule = rule
-        self._meters = meters
-        self._clock = clock
-        self._below = below
-        self._words: dict[NamespaceId, tuple[str, float]] = {}
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._parent_of = parent_of
+        self._announced: dict[NamespaceId, tuple[str, float]] = {}
         self._agreed_s = float("-inf")
         self._remembered = _REMEMBERED
         self._rules = {name: make(_REMEMBERED) for name, make in ADMISSIONS.items()}
@@ -70,12 +65,12 @@ class ColdAdmission:
 
     def rule_of(self, namespace: NamespaceId) -> str:
         """The rule that applies now."""
-        word, until_s = self._words.get(namespace, ("", 0.0))
-        return word if word and self._clock.monotonic_s() < until_s else self._own_rule
+        rule, until_s = self._announced.get(namespace, ("", 0.0))
+        return rule if rule and self._clock.monotonic_s() < until_s else self._own_rule
 
     def rules(self) -> Mapping[str, str]:
         """The rule by namespace, in hex, where an owner has announced one."""
-        return {namespace.hex(): self.rule_of(namespace) for namespace in self._words}
+        return {namespace.hex(): self.rule_of(namespace) for namespace in self._announced}
 
     async def agree(
         self, leases: Mapping[NamespaceId, str], rule: str, ownership: Ownership, deadline: Deadline
@@ -85,7 +80,6 @@ class ColdAdmission:
         Args:
             leases: Names of the leases on namespaces.
             rule: What this service would follow.
-            ownership: Who holds them.
             deadline: For all namespaces together.
 
         Raises:
@@ -95,11 +89,11 @@ class ColdAdmission:
         if now_s - self._agreed_s < _AGREE_S:
             return
         self._agreed_s = now_s
-        self._words = {namespace: said for namespace, said in self._words.items() if said[1] > now_s}
+        self._announced = {namespace: held for namespace, held in self._announced.items() if held[1] > now_s}
         for namespace, lease in leases.items():
-            word = await ownership.agree(lease, rule, deadline=deadline)
-            if word in ADMISSIONS:  # else of an owner of another version
-                self._words[namespace] = word, self._clock.monotonic_s() + _WORD_S
+            agreed = await ownership.agree(lease, rule, deadline=deadline)
+            if agreed in ADMISSIONS:  # else of an owner of another version
+                self._announced[namespace] = agreed, self._clock.monotonic_s() + _RULE_S
 
     def fit(self, num_held: int) -> None:
         """Remember as many boundaries as the tier holds: one not seen for that long would have been evicted by then."""
@@ -111,8 +105,8 @@ class ColdAdmission:
     # prompts and records
 
     def seen(self, presence: Presence) -> list[int]:
-        """Note that a prompt was looked up. Returns the indexes, ascending, of the boundaries to bring to the cold
-        tier: admitted, in memory or the hot tier, and missing from the cold one as far as is known.
+        """Note that a prompt was looked up. Returns the indexes, ascending, of the boundaries to copy to the cold tier:
+        admitted, in memory or the hot tier, and not known to be in the cold one.
         """
         query, page_tokens = presence.query, presence.layout.page_tokens
         rule, boundaries = self.rule_of(query.namespace), query.boundaries
@@ -125,7 +119,7 @@ class ColdAdmission:
         kept = in_cold | held if rule == SecondSight.name else in_cold
         last_page = boundaries[-1].tokens // page_tokens * page_tokens
         ends = [at for at, one in enumerate(boundaries) if one.tokens % page_tokens == 0 or one.tokens > last_page]
-        reached = boundaries[max(kept)].tokens if kept else 0  # a boundary is of no use without all below it
+        reached = boundaries[max(kept)].tokens if kept else 0  # a boundary is of no use without all shorter prefixes
         pages = [at for at in ends if boundaries[at].tokens <= last_page] or ends[-1:]
         if reached < boundaries[pages[-1]].tokens:
             reached = max(reached, self._reached(rule, query, pages))
@@ -168,7 +162,7 @@ class ColdAdmission:
 
     def needs(self, record: Record) -> list[Boundary]:
         """For a record whose save waits for a slower tier: the boundaries, ascending, that it needs or belongs to and
-        that were declined here. They are to be brought to the cold tier.
+        that were declined here. They are to be copied to the cold tier.
         """
         key = record.key
         is_strict = self.rule_of(key.namespace) != AdmitAll.name
@@ -183,10 +177,10 @@ class ColdAdmission:
                 found.append(Boundary(tokens, prefix))
             elif prefix != key.prefix:
                 break
-            prefix = self._below(prefix)
+            prefix = self._parent_of(prefix)
         return found[::-1]
 
-    def brought(self, namespace: NamespaceId, prefix: PrefixHash) -> None:
+    def copied(self, namespace: NamespaceId, prefix: PrefixHash) -> None:
         """Note that a declined boundary is on its way to the cold tier."""
         self._declined.discard(_name(namespace, prefix))
 

@@ -1,4 +1,4 @@
-"""What operators have ordered for all services that share a catalog: weights that are retired, quotas of tenants."""
+"""What operators ordered for all services that share a catalog: weights that are retired, quotas of tenants."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import Background
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 
 __all__ = ["WEIGHTS_FIELD", "OperatorRules", "Retirement"]
 
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 WEIGHTS_FIELD = "weights_id"
 """The field of a description that names the weights."""
 _POLL_S = 1.0
-"""How late another service's order takes effect here, at most."""
+"""How late a rule that another service wrote takes effect here, at most."""
 _CALL_S = 5.0
 _PROBE_S = 2.0
 _QUOTA, _RETIRED = "quota", "retired"
@@ -35,93 +34,86 @@ _KNOWN_MAX = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Weights that are not to be used any more.
-
-    Attributes:
-        tenant: Whose; `None`: all tenants'.
-        weights_id: As in descriptions.
-        at_s: When it was ordered, in seconds since the Unix epoch.
-    """
+    """Weights that are not to be used any more."""
 
     tenant: str | None
+    """`None`: all tenants'."""
     weights_id: str
+    """As in descriptions."""
     at_s: int
+    """When it was ordered, in seconds since the Unix epoch."""
 
 
 class OperatorRules:
-    """Follows the orders in a book, and writes new ones. Belongs to the store's loop; its attributes may be read from
+    """Follows the rules in a book, and writes new ones. Belongs to the store's loop; its attributes may be read from
     any thread.
 
-    While the book cannot be reached, what was read last stays in force. Orders that the book has lost are written to it
-    again by any service that remembers them.
+    While the book does not answer, the last rules stay in force. If the book has lost rules, every service that
+    remembers them writes them again.
 
     Args:
-        book: Where the orders are kept.
-        quotas: From the settings, for tenants without an order.
-        meters: Where to count: `catalog_failures{call="orders"}`.
-        clock: For deadlines, and the time of an order.
+        book: Where the rules are kept.
+        quotas: From the settings, for tenants without a rule.
 
     Attributes:
-        quotas: The tenants' quotas, from settings and orders together. Replaced, never changed.
-        ordered: Those of them that come from orders.
+        quotas: The tenants' quotas, from settings and rules together. Replaced, never changed.
+        ordered: Those of them that come from rules.
         retired: The retired weights. Replaced, never changed.
-        used_bytes: Returns what each tenant takes of what quotas are about; `None`: not known.
+        used_bytes: Returns the bytes of each tenant that count against its quota; `None`: not known.
     """
 
-    def __init__(self, book: Book, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
+    def __init__(self, book: Book, quotas: Mapping[str, Quota], instruments: Instruments) -> None:
         self.quotas = dict(quotas)
         self.ordered: Mapping[str, Quota] = {}
         self.retired: Mapping[tuple[str | None, str], Retirement] = {}
+        self.used_bytes: Callable[[], Mapping[str, int] | None] = lambda: None
         self._book = book
         self._from_settings = dict(quotas)
-        self._meters = meters
-        self._clock = clock
+        self._meters = instruments.meters
+        self._clock = instruments.clock
         self._texts: dict[str, str] = {}
         self._known: dict[NamespaceId, tuple[str, str]] = {}
-        self._turn = asyncio.Lock()  # what was read before an order was given must not overwrite it
-        self._background = Background("standing orders")
-        self._hold: Callable[[Mapping[str, Quota]], None] | None = None
+        self._turn = asyncio.Lock()  # a reading from before a rule was written must not overwrite it
+        self._background = Background("operator rules")
+        self._apply: Callable[[Mapping[str, Quota]], None] | None = None
         self._guaranteed_max: int | None = None
-        self.used_bytes: Callable[[], Mapping[str, int] | None] = lambda: None
 
     async def start(self) -> None:
-        """Read the orders, now and then regularly until `aclose`. If the book does not answer yet, only warn."""
+        """Read the rules now, and then regularly until `aclose`. If the book does not answer yet, only warn."""
         try:
-            await self.look(Deadline.after(_PROBE_S, self._clock))
+            await self.read(Deadline.after(_PROBE_S, self._clock))
         except Unavailable as error:
-            _log.warning(
-                "going on without the orders of operators (retired weights, quotas) until they answer: %s", error
-            )
+            _log.warning("running without operators' rules (retired weights, quotas) until they answer: %s", error)
         if self._book.is_shared:
-            self._background.spawn(self._run(), "looking")
+            self._background.spawn(self._read_regularly(), "reading")
 
-    def held_by(
+    def apply_to(
         self,
-        hold: Callable[[Mapping[str, Quota]], None],
+        apply: Callable[[Mapping[str, Quota]], None],
         guaranteed_bytes_max: int | None,
         used_bytes: Callable[[], Mapping[str, int] | None] = lambda: None,
     ) -> None:
-        """Set who applies quotas here.
+        """Set what applies quotas here.
 
         Args:
-            hold: Called with all quotas, now and after each change.
+            apply: Called with all quotas, now and after each change.
             guaranteed_bytes_max: What may be guaranteed to all tenants together; `None`: there is no bound.
-            used_bytes: Returns what each tenant takes, as of the last look; `None`: not known. Safe from any thread.
+            used_bytes: Returns the bytes of each tenant in the last totals; `None`: not known. Safe from any thread.
         """
-        self._hold, self._guaranteed_max, self.used_bytes = hold, guaranteed_bytes_max, used_bytes
-        hold(self.quotas)
+        self._apply, self._guaranteed_max, self.used_bytes = apply, guaranteed_bytes_max, used_bytes
+        apply(self.quotas)
 
-    async def _run(self) -> None:
+    async def _read_regularly(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
             try:
-                await self.look(Deadline.after(_CALL_S, self._clock))
+                await self.read(Deadline.after(_CALL_S, self._clock))
             except Closed:
                 return
-            except KVStoreError:  # also a book that is full, and takes nothing back that it has lost
+            except KVStoreError:  # also a book that is full, and cannot take again what it has lost
                 self._meters.add("catalog_failures", call="orders")
 
-    async def look(self, deadline: Deadline) -> None:
+    async def read(self, deadline: Deadline) -> None:
         """Read the book, and write to it again what it has lost.
 
         Raises:
@@ -153,8 +145,8 @@ class OperatorRules:
         quotas = {**self._from_settings, **ordered}
         if quotas != self.quotas:
             self.quotas = quotas
-            if self._hold is not None:
-                self._hold(quotas)
+            if self._apply is not None:
+                self._apply(quotas)
 
     # retired weights
 
@@ -163,7 +155,7 @@ class OperatorRules:
         if len(self._known) < _KNOWN_MAX:
             self._known[description.id] = description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
 
-    def hides(self, namespace: NamespaceId) -> bool:
+    def is_retired(self, namespace: NamespaceId) -> bool:
         """Whether the weights of a namespace that is used here are retired, so that all of it counts as missing."""
         return bool(self.retired) and namespace in self._known and self.are_retired(*self._known[namespace])
 
@@ -178,31 +170,27 @@ class OperatorRules:
         Args:
             tenant: Whose; `None`: all tenants'.
             weights_id: As in descriptions.
-            is_retired: False: withdraw the order.
+            is_retired: False: withdraw the rule.
             deadline: When to give up.
 
         Raises:
-            InvalidRequest: Too many orders.
+            InvalidRequest: Too many rules.
             Unavailable: The book does not answer; nothing has changed.
         """
-        await self._order([_RETIRED, tenant, weights_id], {"is_retired": is_retired}, deadline)
+        await self._write([_RETIRED, tenant, weights_id], {"is_retired": is_retired}, deadline)
 
     # quotas
 
     async def set_quota(self, tenant: str, quota: Quota | None, *, deadline: Deadline) -> None:
-        """Give a tenant a quota, on every service that shares the book.
-
-        Args:
-            tenant: Whose.
-            quota: The quota; `None`: withdraw the order, so that the settings apply again.
-            deadline: When to give up.
+        """Give a tenant a quota, on every service that shares the book. `None`: withdraw the rule, so that the settings
+        apply again.
 
         Raises:
-            InvalidRequest: This service holds no quotas, or they would guarantee too much.
+            InvalidRequest: This service applies no quotas, or they would guarantee too much.
             Unavailable: The book does not answer; nothing has changed.
         """
-        if self._hold is None:
-            raise InvalidRequest("this service holds no quotas: it has no cold tier with a catalog", field="tenant")
+        if self._apply is None:
+            raise InvalidRequest("this service applies no quotas: it has no cold tier with a catalog", field="tenant")
         after = dict(self.quotas) | ({tenant: quota} if quota is not None else {})
         guaranteed_bytes = sum(one.guaranteed_bytes for one in after.values())
         if quota is not None and self._guaranteed_max is not None and guaranteed_bytes > self._guaranteed_max:
@@ -213,11 +201,11 @@ class OperatorRules:
                 expected=self._guaranteed_max,
             )
         value = None if quota is None else [quota.guaranteed_bytes, quota.maximum_bytes]
-        await self._order([_QUOTA, tenant], {"quota": value}, deadline)
+        await self._write([_QUOTA, tenant], {"quota": value}, deadline)
 
-    async def _order(self, name: list[str | None], value: dict[str, Any], deadline: Deadline) -> None:
+    async def _write(self, name: list[str | None], value: dict[str, Any], deadline: Deadline) -> None:
         key, text = json.dumps(name), json.dumps({**value, "at_s": self._clock.wall_ms() // 1000})
-        async with deadline.scope("giving an order"), self._turn:
+        async with deadline.scope("writing a rule"), self._turn:
             await self._book.write(key, text, deadline=deadline)
             self._take({**self._texts, key: text})
 

@@ -1,4 +1,4 @@
-"""Keeps a level within its budgets: one owner per namespace decides what leaves, and deletes it, ends first."""
+"""Keeps the cold tier within its budgets: one owner per namespace decides what is evicted, and deletes it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.collector import collector_paused, collector_spared, let_go
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.evictor import Evictor
 from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of, incomplete_of, plan_eviction
@@ -30,61 +29,55 @@ __all__ = ["RetentionOwner"]
 
 _log = logging.getLogger(__name__)
 
+_LEVEL = Level.COLD
 _CALL_S = 10.0
 _FRESH_S = 10
-_MENDED_S, _MENDED_S_MAX = 60, 3600
-"""How long a boundary that serves no hit is left alone, since what it lacks may be on its way. Also the time from an
-eviction to the search for boundaries that have lost their start; each search that evicts nothing doubles it."""
+_BROKEN_S, _BROKEN_S_MAX = 60, 3600
+"""How long a boundary that serves no hit is kept, since what it lacks may be on its way. Also the time from an eviction
+to the search for boundaries that have lost their start; each search that evicts nothing doubles it."""
 _BUSY_S = 0.1
-_LOOK_SHARE = 0.1
+_READ_SHARE = 0.1
 """Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
 _READ_AT_ONCE = 64
 
 
 class RetentionOwner:
-    """Applies rules to one level, from the catalog's totals and entries.
+    """Applies rules to the cold tier, from the catalog's totals and entries.
 
-    `Evictor` deletes what leaves. What was used since the catalog was read stays, and so does all below it.
+    The policy ranks what may be evicted. What was used since the catalog was read stays, with all prefixes it needs.
 
     Args:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
-        level: The catalog's name for the tier.
-        catalog: Knows what is held; stays the caller's.
+        catalog: Stays the caller's.
         ownership: Leases on namespaces among the services that share the tier.
         rules: Budgets and times.
-        choice: The policy that ranks what may leave.
-        num_refused: How many additions the catalog has refused so far because their boundary is being deleted. A new
+        choice: The policy that ranks what may be evicted.
+        num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. A new
             one starts a round: a boundary whose deletion was abandoned would refuse records for ever.
-        meters: Where to count: `retention_boundaries{tier,reason} retention_bytes{tier,reason}
-            retention_failures{tier}`.
-        clock: For time to live, pins and deadlines.
-        budget_gate: Told how much is held and what has left; `None`: no writer waits for eviction.
+        budget_gate: Learns how much is held and what was evicted; `None`: no writer waits for eviction.
     """
 
     def __init__(
         self,
         tier: Tier,
-        level: Level,
         catalog: Catalog,
         ownership: Ownership,
         rules: RetentionRules,
         *,
         choice: PolicyChoice,
-        meters: Meters,
-        clock: Clock,
+        instruments: Instruments,
         num_refused: Callable[[], int] = lambda: 0,
         budget_gate: BudgetGate | None = None,
     ) -> None:
         self._tier = tier
-        self._level = level
         self._catalog = catalog
         self._ownership = ownership
         self._rules = rules
         self._choice = choice
-        self._meters = meters
-        self._clock = clock
+        self._meters = instruments.meters
+        self._clock = instruments.clock
         self._gate = budget_gate
-        self._evictor = Evictor(tier, level, catalog, meters=meters, clock=clock, on_gone=self._on_gone)
+        self._evictor = Evictor(tier, catalog, instruments, self._on_freed)
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
         self._is_over = self._is_failing = False
@@ -95,8 +88,8 @@ class RetentionOwner:
         self._swept_s = float("-inf")
         self._num_refused = num_refused
         self._num_seen = 0
-        self._mend_at_s = float("inf")
-        self._mend_s = _MENDED_S
+        self._find_broken_at_s = float("inf")
+        self._find_broken_s = _BROKEN_S
         self._cost = 1.0
         """Bytes of the budget that a stored byte takes: a directory's files fill whole blocks."""
 
@@ -105,7 +98,7 @@ class RetentionOwner:
         self._background.spawn(self._run(), "rounds")
 
     def tenant_bytes(self) -> Mapping[str, int] | None:
-        """What each tenant held at the last look; `None`: there was none. Safe from any thread."""
+        """What each tenant held in the last totals; `None`: none were read. Safe from any thread."""
         return self._tenant_bytes
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
@@ -120,7 +113,7 @@ class RetentionOwner:
                 self._is_failing = False
             except KVStoreError as error:
                 if not isinstance(error, Closed) and not self._is_failing:  # once until one works: rounds are many
-                    _log.warning("a round of retention was cut short, the next one tries again: %s", error)
+                    _log.warning("a round of retention failed, the next one tries again: %s", error)
                 self._is_failing = True
                 self._meters.add("retention_failures", tier=self._tier.name)
                 self._evictor.has_unfinished = True  # what was hidden before it failed
@@ -130,25 +123,16 @@ class RetentionOwner:
                 is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
                 await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
             else:
-                await self._gate.wanted(self._look_s(self._clock.monotonic_s() - started_s))
+                await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
 
-    def _note_held(self, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> None:
-        """Keep what a look has found."""
-        by_tenant: dict[str, int] = {}
-        for namespace, num_bytes in held.items():
-            by_tenant[tenants[namespace]] = by_tenant.get(tenants[namespace], 0) + num_bytes
-        stored = sum(held.values())
-        self._tenant_bytes = by_tenant
-        self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
-
-    def _look_s(self, took_s: float) -> float:
-        """Seconds to the next look. Others' writes show in the totals only, so look often while these grow."""
+    def _pause_s(self, took_s: float) -> float:
+        """Seconds until the totals are read again: often while they grow, since others' writes show nowhere else."""
         if self._rules.is_private or not self._has_grown:
             return self._rules.period_s
-        return min(self._rules.period_s, max(_BUSY_S, took_s / _LOOK_SHARE))
+        return min(self._rules.period_s, max(_BUSY_S, took_s / _READ_SHARE))
 
     async def round(self) -> int:
-        """Look once, and evict what is over budget, quota or age; returns the bytes freed.
+        """Read the totals once, and evict what is over budget, quota or age; returns the bytes freed.
 
         Raises:
             Unavailable: The catalog did not answer. What was begun is finished by a later round.
@@ -159,79 +143,82 @@ class RetentionOwner:
             if self._gate is not None:
                 self._gate.suspend()
             return 0
-        ended_bytes = self._gate.ended_bytes if self._gate is not None else 0
-        totals = await self._catalog.totals(deadline=self._deadline())
-        tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}
-        held = {namespace: total.levels[self._level].num_bytes for namespace, total in totals.items()}
-        stored = sum(held.values())
-        used = await self._used_bytes(stored)
-        self._note_held(held, tenants)
-        if self._gate is not None:
-            self._gate.settle(used + self._gate.ended_bytes - ended_bytes)
-            used += self._gate.asked_bytes
-        excess = self._rules.excess_bytes(used, self._gate.start_bytes if self._gate is not None else None)
-        self._is_over = excess > 0
-        if self._rules.budget_bytes is not None:
-            boundaries = sum(total.levels[self._level].num_boundaries for total in totals.values())
-            is_near = used > self._rules.budget_bytes * self._rules.near_share
-            mean_bytes = int(stored * self._cost) // max(1, boundaries)
-            await self._choice.settle(self._rules.budget_bytes, mean_bytes, is_near=is_near)
-            if is_near:
-                leases = {namespace: self._lease_name(namespace) for namespace in held}
-                await self._choice.agree(leases, self._ownership, self._deadline())
+        held, tenants, excess = await self._read_totals()
         num_refused = self._num_refused()
-        is_due = self._is_over or self._is_due(held, tenants) or self._now_s() >= self._mend_at_s
+        is_due = self._is_over or self._is_due(_by_tenant(held, tenants)) or self._now_s() >= self._find_broken_at_s
         if not is_due and not self._evictor.has_unfinished and num_refused == self._num_seen:
             return 0
         self._owned = {
             namespace
             for namespace in held
             if held[namespace]
-            and await self._know(namespace)
-            and await self._ownership.hold(self._lease_name(namespace), deadline=self._deadline())
+            and await self._register(namespace)
+            and await self._ownership.hold(_lease_name(namespace), deadline=self._deadline())
         }
+        owns_all = len(self._owned) == sum(map(bool, held.values()))
         self._evictor.has_unfinished = False
         with ExitStack() as spared:
             with collector_paused():
-                entries, left = await self._entries()
-                if len(self._owned) == sum(map(bool, held.values())):
+                entries, freed = await self._entries()
+                if owns_all:
                     self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
                 # our share of what all owners together must free
                 own = sum(held[namespace] for namespace in self._owned)
-                free_bytes = int(excess / self._cost) * own // max(1, stored) - left
-                elsewhere = {
-                    tenant: sum(
-                        num for name, num in held.items() if tenants[name] == tenant and name not in self._owned
-                    )
-                    for tenant in self._rules.quotas
-                }
-                plan = await self._plan(entries, tenants, free_bytes, elsewhere)
+                free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
+                others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
+                plan = await self._plan(entries, tenants, free_bytes, _by_tenant(others, tenants))
                 await asyncio.to_thread(let_go, entries)
                 spared.enter_context(collector_spared())
-            left += await self._evictor.evict(plan.victims)
+            freed += await self._evictor.evict(plan.victims)
             await asyncio.to_thread(let_go, plan.victims)
-        if self._gate is not None and left:
-            self._gate.evicted()
-        self._mend_later(left, plan)
-        owns_all = len(self._owned) == sum(map(bool, held.values()))
-        is_stuck = left == 0 and self._is_over and owns_all
-        if is_stuck and self._gate is not None and not self._gate.boundaries_in_work():
-            self._gate.stuck()
-        return left
+        self._schedule_broken(freed, plan)
+        if self._gate is not None:
+            if freed:
+                self._gate.evicted()
+            elif self._is_over and owns_all and not self._gate.boundaries_in_work():
+                self._gate.stuck()
+        return freed
+
+    async def _read_totals(self) -> tuple[dict[NamespaceId, int], dict[bytes, str], int]:
+        """The bytes and the tenant of each namespace, and the bytes to evict; the gate and the policy learn the totals."""
+        ended_bytes = self._gate.ended_bytes if self._gate is not None else 0
+        totals = await self._catalog.totals(deadline=self._deadline())
+        tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}
+        held = {namespace: total.levels[_LEVEL].num_bytes for namespace, total in totals.items()}
+        stored = sum(held.values())
+        used = await self._used_bytes(stored)
+        self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
+        self._tenant_bytes = _by_tenant(held, tenants)
+        start_bytes = None
+        if self._gate is not None:
+            self._gate.settle(used + self._gate.ended_bytes - ended_bytes)
+            used += self._gate.requested_bytes
+            start_bytes = self._gate.start_bytes
+        excess = self._rules.excess_bytes(used, start_bytes)
+        self._is_over = excess > 0
+        if self._rules.budget_bytes is not None:
+            boundaries = sum(total.levels[_LEVEL].num_boundaries for total in totals.values())
+            is_near = used > self._rules.budget_bytes * self._rules.near_share
+            mean_bytes = int(stored * self._cost) // max(1, boundaries)
+            await self._choice.settle(self._rules.budget_bytes, mean_bytes, is_near=is_near)
+            if is_near:
+                leases = {namespace: _lease_name(namespace) for namespace in held}
+                await self._choice.agree(leases, self._ownership, self._deadline())
+        return held, tenants, excess
 
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:
         """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""
         entries: list[BoundaryEntry] = []
-        left = 0
+        freed = 0
         for namespace in self._owned:
             async for entry in self._catalog.iterate(namespace):
-                if self._level not in entry.leaving:
+                if _LEVEL not in entry.leaving:
                     entries.append(entry)
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
                 else:
-                    left += await self._evictor.finish(entry)
-        return entries, left
+                    freed += await self._evictor.finish(entry)
+        return entries, freed
 
     async def _plan(
         self,
@@ -240,24 +227,24 @@ class RetentionOwner:
         free_bytes: int,
         elsewhere: Mapping[str, int],
     ) -> EvictionPlan:
-        """What leaves. Computed in a thread: a million entries would stop the loop for seconds. Boundaries that are
+        """What to evict. Computed in a thread: a million entries would stop the loop for seconds. Boundaries that are
         written here stay; new ones stay if evicting others is enough, since more of them may be on its way.
         """
-        budget_gate, now_s = self._gate, self._now_s()
-        writing = set(budget_gate.boundaries_in_flight()) if budget_gate is not None else set()
-        recent = budget_gate.boundaries_in_work() if budget_gate is not None else frozenset()
-        order = budget_gate.order() if budget_gate is not None else None
+        gate, now_s = self._gate, self._now_s()
+        writing = set(gate.boundaries_in_flight()) if gate is not None else set()
+        recent = gate.boundaries_in_work() if gate is not None else frozenset()
+        order = gate.order() if gate is not None else None
         # asked after the entries were read: in an incomplete catalog a missing one may be stored all the same
         is_complete = await self._catalog.is_complete(deadline=self._deadline())
 
         def work() -> EvictionPlan:
-            in_work = writing | incomplete_of(entries, recent, self._level)
-            broken = broken_of(entries, self._level, now_s) if is_complete else {}
-            leave = {name for name, used_s in broken.items() if used_s <= now_s - _MENDED_S and name not in in_work}
+            in_work = writing | incomplete_of(entries, recent, _LEVEL)
+            broken = broken_of(entries, _LEVEL, now_s) if is_complete else {}
+            evict = {name for name, used_s in broken.items() if used_s <= now_s - _BROKEN_S and name not in in_work}
             for kept_since_s in (now_s - _FRESH_S, None):
                 plan = plan_eviction(
                     entries,
-                    level=self._level,
+                    level=_LEVEL,
                     tenants=tenants,
                     free_bytes=free_bytes,
                     quotas=self._rules.quotas,
@@ -266,7 +253,7 @@ class RetentionOwner:
                     make_policy=self._choice.make_policy,
                     kept=in_work,
                     kept_since_s=kept_since_s,
-                    broken=leave,
+                    broken=evict,
                     order=order,
                     elsewhere=elsewhere,
                 )
@@ -276,38 +263,37 @@ class RetentionOwner:
 
         return await asyncio.to_thread(work)
 
-    def _mend_later(self, left_bytes: int, plan: EvictionPlan) -> None:
-        """Schedule the next search for boundaries that serve no hit. One whose start left while it was being written
-        may be found by nothing else: the level need not be full."""
-        if left_bytes:
-            self._mend_s = _MENDED_S
-        self._mend_at_s = self._now_s() + self._mend_s if left_bytes or plan.has_broken else float("inf")
-        self._mend_s = min(2 * self._mend_s, _MENDED_S_MAX)
+    def _schedule_broken(self, freed_bytes: int, plan: EvictionPlan) -> None:
+        """Schedule the next search for boundaries that serve no hit. If a boundary's start was evicted while it was
+        being written, only this search finds it: the tier need not be full."""
+        if freed_bytes:
+            self._find_broken_s = _BROKEN_S
+        is_wanted = freed_bytes or plan.has_broken
+        self._find_broken_at_s = self._now_s() + self._find_broken_s if is_wanted else float("inf")
+        self._find_broken_s = min(2 * self._find_broken_s, _BROKEN_S_MAX)
 
     async def _used_bytes(self, stored: int) -> int:
-        """What the level uses of its budget: the bytes of its records, or what the medium says they occupy."""
+        """What the tier uses of its budget: the bytes of its records, or what the medium says they occupy."""
         if not self._rules.is_private:
             return stored
         used = (await self._tier.usage(deadline=self._deadline())).used_bytes or stored
         self._cost = max(1.0, used / max(1, stored))
         return used
 
-    def _is_due(self, held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> bool:
-        """Whether something may have to leave though there is room."""
+    def _is_due(self, by_tenant: Mapping[str, int]) -> bool:
+        """Whether something may have to be evicted though the budget is not reached."""
         rules = self._rules
         if rules.ttl_s is not None:
             now_s = self._clock.monotonic_s()
             if now_s - self._swept_s >= max(rules.period_s, rules.ttl_s / 20):
                 self._swept_s = now_s
                 return True
-        by_tenant = {
-            tenant: sum(held[namespace] for namespace in held if tenants[namespace] == tenant)
-            for tenant in rules.quotas
-        }
-        maxima = ((by_tenant[tenant], quota.maximum_bytes) for tenant, quota in rules.quotas.items())
-        return any(maximum is not None and taken > maximum for taken, maximum in maxima)
+        return any(
+            quota.maximum_bytes is not None and by_tenant.get(tenant, 0) > quota.maximum_bytes
+            for tenant, quota in rules.quotas.items()
+        )
 
-    async def _know(self, namespace: NamespaceId) -> bool:
+    async def _register(self, namespace: NamespaceId) -> bool:
         """Whether this service can read the namespace's entries. One that no engine has opened here is registered from
         its manifest; without a manifest it is left to a service on which it is open.
         """
@@ -328,10 +314,7 @@ class RetentionOwner:
         self._known.add(namespace)
         return True
 
-    def _lease_name(self, namespace: NamespaceId) -> str:
-        return f"retention/{self._level.name.lower()}/{namespace.hex()}"
-
-    def _on_gone(self, num_bytes: int) -> None:
+    def _on_freed(self, num_bytes: int) -> None:
         if self._gate is not None:
             self._gate.free(int(num_bytes * self._cost))
 
@@ -341,7 +324,7 @@ class RetentionOwner:
         owned, self._owned = self._owned, set()
         for namespace in owned:
             try:
-                await self._ownership.release(self._lease_name(namespace), deadline=self._deadline())
+                await self._ownership.release(_lease_name(namespace), deadline=self._deadline())
             except (Unavailable, Closed):
                 return  # they end by themselves
 
@@ -350,3 +333,14 @@ class RetentionOwner:
 
     def _now_s(self) -> int:
         return self._clock.wall_ms() // 1000
+
+
+def _lease_name(namespace: NamespaceId) -> str:
+    return f"retention/{_LEVEL.name.lower()}/{namespace.hex()}"
+
+
+def _by_tenant(held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> dict[str, int]:
+    by_tenant: dict[str, int] = {}
+    for namespace, num_bytes in held.items():
+        by_tenant[tenants[namespace]] = by_tenant.get(tenants[namespace], 0) + num_bytes
+    return by_tenant

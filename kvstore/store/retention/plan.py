@@ -1,4 +1,4 @@
-"""Which boundaries leave a level, and in which order: from what the catalog says. Pure."""
+"""What a level may hold, and which boundaries are evicted from it, in which order. Pure."""
 
 from __future__ import annotations
 
@@ -24,38 +24,29 @@ _SORTED_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A boundary that is to leave.
-
-    Attributes:
-        entry: The catalog's entry for it.
-        reason: Why.
-        parent: Index, among all victims, of the boundary below it, which may only leave after this one; `None`: that
-            boundary stays.
-    """
+    """A boundary that is to be evicted."""
 
     entry: BoundaryEntry
     reason: LeaveReason
     parent: int | None = None
+    """Index, among all victims, of its parent, which may only be evicted after this one; `None`: the parent stays."""
 
     def leaving(self, place: Mapping[int, int]) -> Leaving:
-        """The catalog's form of it, with the parent given as its place in the same call, if it has one."""
-        below = None if self.parent is None else place.get(self.parent)
-        return Leaving(self.entry.namespace, self.entry.prefix, self.entry.last_use_s, below)
+        """The catalog's form of it, with the parent given as its place in the same call, if it is there."""
+        parent = None if self.parent is None else place.get(self.parent)
+        return Leaving(self.entry.namespace, self.entry.prefix, self.entry.last_use_s, parent)
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """What leaves.
-
-    Attributes:
-        victims: Each before the boundary below it.
-        is_enough: Budget and quotas are met once they have left.
-        has_broken: Whether there are boundaries that serve no hit.
-    """
+    """What is to be evicted."""
 
     victims: list[Victim]
+    """Each before its parent."""
     is_enough: bool
+    """Budget and quotas are met after that."""
     has_broken: bool = False
+    """Whether there are boundaries that serve no hit."""
 
 
 def plan_eviction(
@@ -74,25 +65,25 @@ def plan_eviction(
     order: Mapping[bytes, float] | None = None,
     elsewhere: Mapping[str, int] | None = None,
 ) -> EvictionPlan:
-    """Choose what leaves, ends of prefixes first; nothing that is pinned, nor what a pinned boundary needs.
+    """Choose what to evict, ends of prefixes first: nothing that is pinned, nor what a pinned boundary needs.
 
     Args:
         entries: What is held; entries without records at the level are skipped.
-        level: Where room is needed.
+        level: Where to evict.
         tenants: The tenant of each namespace.
         free_bytes: Bytes to free to meet the budget; 0 or less: none.
         quotas: What each tenant is guaranteed, and the most it may hold.
-        ttl_s: What was unused for longer leaves; `None`: no limit.
+        ttl_s: What was unused for longer is evicted; `None`: no limit.
         now_s: Seconds since the Unix epoch.
-        make_policy: Makes the policy that ranks what may leave.
+        make_policy: Makes the policy that ranks what may be evicted.
         kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
-        kept_since_s: Boundaries first stored after this time stay too; `None`: they may leave.
-        broken: Names of boundaries that serve no hit: they leave whether room is needed or not.
+        kept_since_s: Boundaries first stored after this time stay too; `None`: they may be evicted.
+        broken: Names of boundaries that serve no hit: they are evicted even if the budget is not reached.
         order: Ranks boundaries used in the same second, from 0 to 1.
         elsewhere: Bytes that tenants with a quota hold beyond these entries.
 
     Returns:
-        Less than asked for when the rest is pinned.
+        Less than `free_bytes` if the rest is pinned.
     """
     order = order or {}
     pools = {tenant: index for index, tenant in enumerate(sorted(quotas), start=1)}
@@ -115,24 +106,24 @@ def plan_eviction(
         is_new = kept_since_s is not None and entry.first_use_s > kept_since_s
         if is_new or entry.pinned_until_s > now_s or key in kept:
             holdings.pin(node)
-    leaving: list[tuple[Node, LeaveReason]] = []
+    chosen: list[tuple[Node, LeaveReason]] = []
     holdings.budget_bytes = holdings.used_bytes
     if broken:
-        leaving += [(node, LeaveReason.BROKEN) for node in holdings.drop(lambda node: node.key in broken)]
+        chosen += [(node, LeaveReason.BROKEN) for node in holdings.drop(lambda node: node.key in broken)]
     if ttl_s is not None:
-        leaving += [(node, LeaveReason.EXPIRED) for node in holdings.expire(float(now_s - ttl_s))]
+        chosen += [(node, LeaveReason.EXPIRED) for node in holdings.expire(float(now_s - ttl_s))]
     for index in pools.values():
-        leaving += [(node, LeaveReason.QUOTA) for node in holdings.evict(0, pool=index)]
-    gone_bytes = sum(node.num_bytes for node, _ in leaving)
-    holdings.budget_bytes = holdings.used_bytes - max(0, free_bytes - gone_bytes)
-    leaving += [(node, LeaveReason.EVICTED) for node in holdings.evict(0)]
-    place = {node.key: index for index, (node, _) in enumerate(leaving)}
+        chosen += [(node, LeaveReason.QUOTA) for node in holdings.evict(0, pool=index)]
+    chosen_bytes = sum(node.num_bytes for node, _ in chosen)
+    holdings.budget_bytes = holdings.used_bytes - max(0, free_bytes - chosen_bytes)
+    chosen += [(node, LeaveReason.EVICTED) for node in holdings.evict(0)]
+    place = {node.key: index for index, (node, _) in enumerate(chosen)}
     victims = [
         Victim(held.get(_name(node)), reason, place.get(node.parent.key) if node.parent is not None else None)
-        for node, reason in leaving
+        for node, reason in chosen
     ]
     is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
-    del leaving
+    del chosen
     held.let_go()
     let_go(place)
     holdings.let_go()
@@ -155,7 +146,7 @@ def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: L
 
 def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dict[bytes, int]:
     """Names (namespace and prefix) of boundaries that serve no hit from a level, and when they were last used: the
-    boundary below is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries above
+    parent is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries that need
     such a one are included.
 
     Not included are boundaries that are pinned, whose parent is not known, or that lack a group altogether: states are
@@ -170,8 +161,8 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
     is_whole = bytearray(_is_whole(entry, most[entry.namespace], level) for entry in held.entries)
     for index in held.parents_first():
         if held.entries[index].parent is not None:
-            below = held.below(index)
-            is_whole[index] &= below is not None and is_whole[below]
+            parent = held.parent_of(index)
+            is_whole[index] &= parent is not None and is_whole[parent]
     used_s = {
         held.names[index]: entry.last_use_s
         for index, entry in enumerate(held.entries)
@@ -187,7 +178,7 @@ def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
 
 
 class _Held:
-    """Boundaries by number, name and parent. Built and freed in steps small enough for other threads to run meanwhile.
+    """Boundaries by number, name and parent. Built and freed in steps so small that other threads can run in between.
 
     Args:
         listed: Names (namespace and prefix) with their entries; of duplicates the first counts.
@@ -205,7 +196,7 @@ class _Held:
     def get(self, name: bytes) -> BoundaryEntry:
         return self.entries[self._indexes[name]]
 
-    def below(self, index: int) -> int | None:
+    def parent_of(self, index: int) -> int | None:
         """The index of the parent, if that is held."""
         entry = self.entries[index]
         return None if entry.parent is None else self._indexes.get(entry.namespace + entry.parent)
@@ -219,7 +210,7 @@ class _Held:
             while at is not None and not done[at]:
                 done[at] = True
                 chain.append(at)
-                at = self.below(at)
+                at = self.parent_of(at)
             yield from reversed(chain)
 
     def let_go(self) -> None:
@@ -261,31 +252,28 @@ def _name(node: Node) -> bytes:
 _SLACK_SHARE_MIN, _SLACK_SHARE_MAX = 0.03, 0.08
 _EVICTED_SHARE_MIN, _EVICTED_SHARE_MAX = 0.06, 0.2
 _AHEAD_BYTES = 256 << 20
-"""What may be written during a round, and the least a round should free: it takes a tenth of a second at least."""
+"""What may be written during a round, which takes a tenth of a second at least; and the least a round should free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionRules:
-    """What a level may hold.
-
-    Attributes:
-        budget_bytes: For all records together; `None`: no limit.
-        quotas: By tenant: what it is guaranteed, and the most it may hold.
-        ttl_s: What was neither stored nor read for longer leaves; `None`: no limit.
-        start_share: Share of the budget above which eviction starts, early enough to keep ahead of new records.
-        stop_share: Share of the budget down to which it continues, since each start reads the whole catalog.
-        period_s: How often the totals are read; also at once when a put finds too little room.
-        is_private: This process is the tier's only owner, and what the medium says is used counts, whole blocks
-            included. Nothing leaves while the catalog may lack records.
-    """
+    """What a level may hold, and for how long."""
 
     budget_bytes: int | None = None
+    """For all records together; `None`: no limit."""
     quotas: Mapping[str, Quota] = field(default_factory=dict)
+    """By tenant: what it is guaranteed, and the most it may hold."""
     ttl_s: int | None = None
+    """What was neither stored nor read for longer is evicted; `None`: no limit."""
     start_share: float = 0.97
+    """Share of the budget above which eviction starts, early enough to keep ahead of new records."""
     stop_share: float = 0.92
+    """Share of the budget down to which it continues, since each start reads the whole catalog."""
     period_s: float = 1.0
+    """How often the totals are read; also at once when a put does not fit."""
     is_private: bool = False
+    """This process is the tier's only owner. The usage that the medium reports counts, whole blocks included, and
+    nothing is evicted while the catalog may lack records."""
 
     def __post_init__(self) -> None:
         if not 0 < self.stop_share <= self.start_share <= 1:
@@ -306,11 +294,11 @@ class RetentionRules:
         return self.budget_bytes is None and self.ttl_s is None and not self.quotas
 
     def excess_bytes(self, used_bytes: int, start_bytes: int | None = None) -> int:
-        """Bytes that must leave; 0: none.
+        """Bytes to evict; 0: none.
 
         Args:
             used_bytes: Bytes used of the budget.
-            start_bytes: Above this eviction starts now; where it stops is lowered by as much. `None`: as the rules say.
+            start_bytes: Eviction starts above this instead of `start_share`, and stops lower by as much.
         """
         if self.budget_bytes is None:
             return 0

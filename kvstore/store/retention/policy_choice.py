@@ -21,7 +21,7 @@ from kvstore.store.retention.cold_admission import ColdAdmission
 __all__ = ["AutoChoice", "FixedChoice", "PolicyChoice", "candidates_of"]
 
 _WAITING_MAX = 65_536
-"""Boundaries of prompts that wait to be replayed, some 10 MB; beyond, the oldest prompts are dropped."""
+"""Boundaries of prompts that wait for the replay, some 10 MB; beyond, the oldest prompts are dropped."""
 _REBUILD_AT = 2.0
 """The candidates' copies start over when the level's capacity has changed by this factor: their size would be wrong."""
 
@@ -34,10 +34,10 @@ def candidates_of(policy: str, rule: str) -> Sequence[Candidate]:
 
 
 class PolicyChoice(ABC):
-    """What `Retention` asks at each round.
+    """The policy and the admission rule that `RetentionOwner` uses in a round.
 
     Args:
-        admission: Told of the rule that is agreed upon; `None`: everything is admitted.
+        admission: Gets the rule that the services agree on; `None`: everything is admitted.
     """
 
     def __init__(self, admission: ColdAdmission | None = None) -> None:
@@ -81,12 +81,7 @@ class PolicyChoice(ABC):
 
 
 class FixedChoice(PolicyChoice):
-    """Always the same candidate.
-
-    Args:
-        candidate: The candidate, or the name of a policy to combine with admitting everything.
-        admission: As above.
-    """
+    """Always the same candidate, or the policy of that name, which admits everything."""
 
     def __init__(self, candidate: Candidate | str, admission: ColdAdmission | None = None) -> None:
         super().__init__(admission)
@@ -101,12 +96,9 @@ class FixedChoice(PolicyChoice):
 
 
 class AutoChoice(PolicyChoice):
-    """Replays the prompts that were looked up here on copies of the candidates, off the event loop.
-
-    Args:
-        candidates: What is tried. If they have several admission rules, the leading one applies once the level is
-            nearly full: until then nothing is declined.
-        admission: As above. Without it only the candidates that admit everything are tried.
+    """Replays the prompts that were looked up here on copies of the candidates, off the event loop. If they have
+    several admission rules, the leading one applies once the level is nearly full: until then nothing is declined.
+    Without `admission` only the candidates that admit everything are tried.
     """
 
     def __init__(self, candidates: Sequence[Candidate] = CANDIDATES, admission: ColdAdmission | None = None) -> None:
@@ -144,12 +136,12 @@ class AutoChoice(PolicyChoice):
         await super().settle(budget_bytes, boundary_bytes, is_near=is_near)
         if not self._waiting:
             return
-        room = budget_bytes / max(1, boundary_bytes)
-        if self._auto is None or not 1 / _REBUILD_AT < room / self._built_for < _REBUILD_AT:
+        capacity = budget_bytes / max(1, boundary_bytes)
+        if self._auto is None or not 1 / _REBUILD_AT < capacity / self._built_for < _REBUILD_AT:
             self._auto = Auto(self._candidates, budget_bytes=budget_bytes, boundary_bytes=max(1, boundary_bytes))
-            self._built_for = room
+            self._built_for = capacity
         waiting, self._waiting, self._num_waiting = self._waiting, deque(), 0
-        # shielded: if cancelled the replay still runs to its end, and nothing else touches the copies meanwhile
+        # shielded: if cancelled the replay still runs to its end, and nothing else touches the copies until then
         await asyncio.shield(asyncio.to_thread(self._replay, self._auto, waiting, boundary_bytes))
 
     def _replay(self, auto: Auto, prompts: deque[tuple[list[bytes], list[int]]], boundary_bytes: int) -> None:

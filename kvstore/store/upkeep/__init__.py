@@ -1,1 +1,1 @@
-"""What operators run on a store."""
+"""What operators run on a store, and what keeps its catalog complete."""

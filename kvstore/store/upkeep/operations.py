@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.store.context import StoreContext
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
 from kvstore.store.namespaces import Manifests
 from kvstore.store.recorder import CataloguedTier
@@ -19,12 +18,11 @@ from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.saving import Saver
 from kvstore.tiers.base import Tier, TierUsage
 from kvstore.tiers.guarded import GuardedTier
-from kvstore.tiers.memory import MemoryTier
 
 __all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
 
 PIECE_RECORDS_MAX = 4096
-"""Records per call: some milliseconds of the loop, shared with whatever else it does."""
+"""Records per call: some milliseconds of the loop, which serves engines at the same time."""
 
 _PAUSE_RECORDS = 256
 """Records after which the event loop gets a turn."""
@@ -32,79 +30,63 @@ _PAUSE_RECORDS = 256
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """The state of one tier.
-
-    Attributes:
-        name: `memory`, `redis`, `s3`, `filesystem`.
-        level: The catalog's name for it; `None`: this node's memory.
-        is_open: Its breaker is open: it is left alone until a probe succeeds.
-        usage: What it holds; `None`: it did not answer.
-        reason: Why it did not.
-        waiting_records: Records in its write-back queue on this node.
-        waiting_bytes: Their bytes.
-        is_paused: An operator has paused that queue.
-        last_usage: What it held when it answered last, as far as somebody asked; `None`: it never did.
-        last_at_ms: When that was, since the Unix epoch.
-    """
+    """The state of one tier."""
 
     name: str
+    """`memory`, `redis`, `s3`, `filesystem`."""
     level: Level | None
+    """The catalog's name for it; `None`: this node's memory."""
     is_open: bool
+    """Its breaker is open: it is not used until a probe succeeds."""
     usage: TierUsage | None
+    """What it holds; `None`: it did not answer."""
     reason: str = ""
+    """Why it did not."""
     waiting_records: int = 0
+    """Records in its write-back queue on this node."""
     waiting_bytes: int = 0
     is_paused: bool = False
+    """An operator has paused that queue."""
     last_usage: TierUsage | None = None
+    """The last usage that it reported to this process; `None`: it never did."""
     last_at_ms: int = 0
+    """When that was, since the Unix epoch."""
 
 
 class StoreOperations:
-    """Looks at and removes what a store holds. Belongs to the store's loop.
+    """Shows and removes what a store holds. Belongs to the store's loop.
 
     Args:
-        memory: This node's memory.
-        hot: The hot tier, if there is one.
-        cold: The cold tier, if there is one.
-        manifests: Knows descriptions.
-        explainer: Knows what became of requests.
-        saver: Told what is not to be written any more.
+        operator_rules: `None`: this store has no place to keep operators' rules.
+
+    Attributes:
         meters: The store's counters, safe from any thread.
-        operator_rules: What operators have ordered for all services; `None`: there is nowhere to keep orders.
-        clock: For the time of what was seen last.
     """
 
     def __init__(
         self,
-        memory: MemoryTier,
-        hot: Tier | None,
-        cold: Tier | None,
+        context: StoreContext,
         *,
         manifests: Manifests,
         explainer: Explainer,
         saver: Saver,
-        meters: Meters,
-        operator_rules: OperatorRules | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        operator_rules: OperatorRules | None,
     ) -> None:
-        self._memory = memory
-        # past the wrapper that reports to the catalog: callers that delete here tell it themselves
+        levels = ((Level.HOT, context.hot), (Level.COLD, context.cold))
+        self.meters = context.meters
+        self.operator_rules = operator_rules
+        self._memory = context.memory
+        # without the wrapper that reports to the catalog: callers that delete here report it themselves
         self._slower = {
             level: tier.inner if isinstance(tier, CataloguedTier) else tier
-            for level, tier in ((Level.HOT, hot), (Level.COLD, cold))
+            for level, tier in levels
             if tier is not None
         }
-        self._bounded = {
-            level: tier.bounded
-            for level, tier in ((Level.HOT, hot), (Level.COLD, cold))
-            if isinstance(tier, CataloguedTier)
-        }
+        self._bounded = {level: tier.bounded for level, tier in levels if isinstance(tier, CataloguedTier)}
         self._manifests = manifests
         self._explainer = explainer
         self._saver = saver
-        self.meters = meters
-        self.operator_rules = operator_rules
-        self._clock = clock
+        self._clock = context.clock
         self._seen: dict[str, tuple[TierUsage, int]] = {}
 
     @property
@@ -166,22 +148,7 @@ class StoreOperations:
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
         """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
-        states = list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
-        for index, state in enumerate(states):
-            if state.level in self._bounded and state.usage is not None:
-                states[index] = replace(state, usage=self._bounded[state.level](state.usage))
-        waiting = self._saver.waiting()
-        return [
-            replace(
-                state,
-                waiting_records=waiting[state.name][0],
-                waiting_bytes=waiting[state.name][1],
-                is_paused=(queue := self._saver.queue_of(state.name)) is not None and queue.is_paused,
-            )
-            if state.name in waiting
-            else state
-            for state in states
-        ]
+        return list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
 
     async def _state(self, tier: Tier, level: Level | None, deadline: Deadline) -> TierState:
         usage, reason = None, ""
@@ -192,26 +159,24 @@ class StoreOperations:
         else:
             self.saw(tier.name, usage)
         last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
-        return TierState(
-            tier.name,
-            level,
-            isinstance(tier, GuardedTier) and tier.is_open,
-            usage,
-            reason,
-            last_usage=last_usage,
-            last_at_ms=last_at_ms,
-        )
+        if usage is not None and level in self._bounded:
+            usage = self._bounded[level](usage)
+        is_open = isinstance(tier, GuardedTier) and tier.is_open
+        state = TierState(tier.name, level, is_open, usage, reason, last_usage=last_usage, last_at_ms=last_at_ms)
+        queue = self._saver.queues().get(tier.name)
+        if queue is None:
+            return state
+        return replace(state, waiting_records=len(queue), waiting_bytes=queue.used_bytes, is_paused=queue.is_paused)
 
     def saw(self, tier: str, usage: TierUsage) -> None:
-        """Remember what a tier has just told of itself, for the time when it does not answer."""
+        """Remember what a tier has just reported, for the time when it does not answer."""
         self._seen[tier] = usage, self._clock.wall_ms()
 
     def check_hot(self) -> None:
-        """Refuse what is asked of the hot tier's server past the tier, while the tier is left alone. Safe from any
-        thread.
+        """Refuse direct calls to the hot tier's server while the tier's breaker is open. Safe from any thread.
 
         Raises:
-            Unavailable: It is left alone; the message says why.
+            Unavailable: The tier is not used now; the message gives the reason.
         """
         tier = self._slower.get(Level.HOT)
         if isinstance(tier, GuardedTier):
@@ -230,8 +195,8 @@ class StoreOperations:
         return await self._tier(level).head(keys, deadline=deadline)
 
     def quotas(self) -> dict[str, dict[str, int | None]]:
-        """By tenant with a quota: `guaranteed_bytes`, `maximum_bytes`, and `used_bytes`, what it takes of the cold tier
-        as of retention's last look; `None`: not known. Safe from any thread.
+        """By tenant with a quota: `guaranteed_bytes`, `maximum_bytes`, and `used_bytes`: its bytes in the cold tier by
+        the last totals that retention read; `None`: not known. Safe from any thread.
         """
         if self.operator_rules is None:
             return {}
@@ -266,8 +231,7 @@ class StoreOperations:
         Raises:
             InvalidRequest: There is no such tier.
         """
-        queue = self._saver.queue_of(self._tier(level).name)
-        assert queue is not None
+        queue = self._saver.queues()[self._tier(level).name]
         mark = queue.mark if mark is None else mark
         return queue.left_before(mark), mark, queue.is_paused
 

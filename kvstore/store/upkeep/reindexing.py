@@ -1,4 +1,4 @@
-"""Reindex: rebuild a catalog from a walk over the records of a tier."""
+"""Reindex: rebuild a catalog from a walk over the records of a tier, on request or whenever it is incomplete."""
 
 from __future__ import annotations
 
@@ -18,41 +18,44 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.placement import slices_of
 from kvstore.tiers.base import Entry, Tier
 
 __all__ = ["CatalogKeeper", "ReindexReport", "mark_if_empty", "reindex_level"]
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _BATCH = 2048
 _CALL_S = 30.0
 _ATTEMPTS = 5
+_COMPARE_S = 10.0
+_POLL_S = 1.0
+_REST_S = 30.0
+"""Pause after a rebuild that failed."""
 
 
 @dataclass(slots=True)
 class ReindexReport:
-    """What a reindex of one level did.
-
-    Attributes:
-        num_records: Records that were listed.
-        num_bytes: Their bytes.
-        num_skipped: Of these, already in the catalog: from services, or from a run that was interrupted.
-        num_stale: Records in the catalog that are not there: removed from it.
-        num_resized: Groups of a boundary whose bytes the catalog had wrong, since a record was replaced: corrected.
-        num_unknown: Records of namespaces without a readable manifest, which the catalog cannot hold.
-        namespaces: Namespaces met, in hex.
-        unknown_namespaces: Those without a manifest.
-    """
+    """What a reindex of one level did."""
 
     num_records: int = 0
+    """Records that were listed."""
     num_bytes: int = 0
     num_skipped: int = 0
+    """Records that were in the catalog already: from services, or from a run that was interrupted."""
     num_stale: int = 0
+    """Records in the catalog that are not stored: removed from it."""
     num_resized: int = 0
+    """Groups of a boundary whose bytes the catalog had wrong, since a record was replaced: corrected."""
     num_unknown: int = 0
+    """Records of namespaces without a readable manifest, which the catalog cannot hold."""
     namespaces: list[str] = field(default_factory=list)
+    """Namespaces found, in hex."""
     unknown_namespaces: list[str] = field(default_factory=list)
+    """Those without a manifest."""
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -69,23 +72,23 @@ async def reindex_level(
     *,
     clock: Clock,
     manifests: Sequence[Tier] = (),
-    tell: Callable[[ReindexReport], None] = lambda report: None,
+    progress: Callable[[ReindexReport], None] = lambda report: None,
 ) -> ReindexReport:
-    """Add every record of a tier that the catalog lacks, and remove what is not there. Services may keep running: they
-    report what they store and delete themselves, and what the walk did not see is looked for before it is removed. No
-    clock is asked: those of the services and of this process need not agree.
+    """Add every record of a tier that the catalog lacks, and remove what is not stored. Services may keep running: they
+    report what they store and delete, and the walk checks the tier again before it removes an entry. It compares no
+    times, so the clocks of the services and of this process need not agree.
 
     Interrupted and called again, it lists everything again but adds only what the catalog still lacks, whatever the
-    tier's order. Every boundary that was listed is remembered until the end (docs/catalog.md says what that takes).
-    Positions and parents are learnt when the records are read.
+    tier's order. Every boundary that was listed is remembered until the end (docs/catalog.md gives the memory that this
+    takes). Positions and parents are learnt when the records are read.
 
     Args:
         catalog: The catalog to rebuild.
-        tier: What to walk over.
+        tier: The tier to walk over.
         level: The catalog's name for the tier.
         clock: For deadlines.
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
-        tell: Called with the report so far, after each batch.
+        progress: Called with the report so far, after each batch.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row; call it again to continue.
@@ -94,11 +97,11 @@ async def reindex_level(
     async for entry in tier.scan():
         if await walk.see(entry):
             await walk.flush()
-            tell(walk.report)
+            progress(walk.report)
     await walk.flush()
     for namespace in await walk.namespaces():
         await walk.sweep(namespace)
-    tell(walk.report)
+    progress(walk.report)
     return walk.report
 
 
@@ -112,7 +115,7 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
         return True
     for tier in tiers:
         scan = cast(AsyncGenerator[Entry, None], tier.scan())
-        async with deadline.scope("looking whether anything is stored"), aclosing(scan) as entries:
+        async with deadline.scope("checking whether anything is stored"), aclosing(scan) as entries:
             async for _ in entries:
                 return False
     await catalog.set_complete(True, deadline=deadline)
@@ -180,12 +183,12 @@ class _Walk:
         return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
     async def namespaces(self) -> list[NamespaceId]:
-        """The namespaces that were met, and those that only the catalog has."""
-        told = await self._patiently(lambda deadline: self._catalog.namespaces(deadline=deadline))
-        return list(dict.fromkeys([*self._known, *told]))
+        """The namespaces that the walk found, and those that only the catalog has."""
+        listed = await self._patiently(lambda deadline: self._catalog.namespaces(deadline=deadline))
+        return list(dict.fromkeys([*self._known, *listed]))
 
     async def sweep(self, namespace: NamespaceId) -> None:
-        """Remove what the catalog has at the level and is not there, and correct byte counts."""
+        """Remove what the catalog has at the level and is not stored, and correct byte counts."""
         if not await self._is_known(namespace):
             return
         suspects: list[BoundaryEntry] = []
@@ -203,14 +206,14 @@ class _Walk:
         await self._correct(suspects)
 
     async def _correct(self, suspects: list[BoundaryEntry]) -> None:
-        """Look for the records of entries that differ from what the walk saw: they may have come or left since."""
+        """Check the records of entries that differ from what the walk saw: they may have changed since."""
         sizes = await self._sizes([key for entry in suspects for key in entry.keys(self._level)])
         found = _Corrections()
         for entry in suspects:
             found.note(entry, self._level, self._there(entry, sizes))
         if found.removals:
             await self._patiently(lambda deadline: self._catalog.remove(found.removals, deadline=deadline))
-        # what was put between our look and our word has perhaps been told of before us
+        # a record that was put since the check may have been reported before our removal
         replaced = {one.key for one in found.additions}
         gone = [one.key for one in found.removals if one.key not in replaced]
         for key, size in (await self._sizes(gone)).items():
@@ -244,9 +247,9 @@ class _Walk:
                 sums[1] += size
                 unknown.update([key.group] if size == 0 else [])
         for group in unknown:
-            bits, told_bytes = there[group][0], entry.group_bytes[self._level][group]
+            bits, entry_bytes = there[group][0], entry.group_bytes[self._level][group]
             seen_bits, seen_bytes = seen.get(group, (0, 0))
-            there[group][1] = seen_bytes if bits == seen_bits else told_bytes
+            there[group][1] = seen_bytes if bits == seen_bits else entry_bytes
         return there
 
     async def _is_known(self, namespace: NamespaceId) -> bool:
@@ -293,51 +296,35 @@ class _Corrections:
         self.additions: list[Addition] = []
 
     def note(self, entry: BoundaryEntry, level: Level, seen: dict[int, list[int]]) -> None:
-        """Compare an entry with what was seen of it: the changes together leave exactly the bytes that were seen."""
+        """Compare an entry with what the walk saw of it: the changes together leave exactly the bytes that it saw."""
         for group, held in enumerate(entry.slices[level]):
             bits, num_bytes = seen.get(group, (0, 0))
-            told_bytes = entry.group_bytes[level][group]
-            for slice_ in _slices(held & ~bits):
+            entry_bytes = entry.group_bytes[level][group]
+            for slice_ in slices_of(held & ~bits):
                 key = RecordKey(entry.namespace, entry.prefix, group, slice_)
-                too_many = max(0, told_bytes - num_bytes)
+                too_many = max(0, entry_bytes - num_bytes)
                 self.removals.append(Removal(key, level, too_many, LeaveReason.LOST))
-                told_bytes -= too_many
-            if held & bits and told_bytes != num_bytes:  # one was replaced; only a group's sum is kept
-                key = RecordKey(entry.namespace, entry.prefix, group, _slices(held & bits)[0])
-                self.removals.append(Removal(key, level, told_bytes, LeaveReason.LOST))
+                entry_bytes -= too_many
+            if held & bits and entry_bytes != num_bytes:  # one was replaced; only a group's sum is kept
+                key = RecordKey(entry.namespace, entry.prefix, group, slices_of(held & bits)[0])
+                self.removals.append(Removal(key, level, entry_bytes, LeaveReason.LOST))
                 self.additions.append(Addition(key, level, num_bytes, 0))
 
 
-def _slices(bits: int) -> list[int]:
-    return [slice_ for slice_ in range(bits.bit_length()) if bits >> slice_ & 1]
-
-
-_log = logging.getLogger(__name__)
-
-_COMPARE_S = 10.0
-_POLL_S = 1.0
-_REST_S = 30.0
-"""Pause after a rebuild that failed."""
-
-
 class CatalogKeeper:
-    """Rebuilds the catalog of a tier that one process owns, whenever it is not complete: its file is new, was damaged,
-    or missed changes.
+    """Rebuilds the catalog of a directory, which one process owns, whenever it is incomplete: its file is new, was
+    damaged, or missed changes. The store keeps serving.
 
     Args:
-        catalog: What to keep; stays the caller's.
-        tier: The records; stays the caller's.
-        level: What the tier is to the catalog.
-        meters: Where to count: `catalog_rebuilds{tier}`.
-        clock: For deadlines, and to tell what was used since a rebuild began.
+        catalog: Stays the caller's.
+        tier: Where the records are; stays the caller's.
     """
 
-    def __init__(self, catalog: Catalog, tier: Tier, level: Level, *, meters: Meters, clock: Clock) -> None:
+    def __init__(self, catalog: Catalog, tier: Tier, instruments: Instruments) -> None:
         self._catalog = catalog
         self._tier = tier
-        self._level = level
-        self._meters = meters
-        self._clock = clock
+        self._meters = instruments.meters
+        self._clock = instruments.clock
         self._background = Background("catalog keeper")
         self._is_doubtful = False  # it could not be compared
 
@@ -350,13 +337,13 @@ class CatalogKeeper:
         """
         self._is_doubtful = True
         totals = await self._catalog.totals(deadline=self._deadline())
-        told = sum(total.levels[self._level].num_records for total in totals.values())
+        listed = sum(total.levels[Level.COLD].num_records for total in totals.values())
         usage = await self._tier.usage(deadline=self._deadline())
         self._is_doubtful = False
-        if usage.num_records != told:
+        if usage.num_records != listed:
             await self._catalog.set_complete(False, deadline=self._deadline())
             return False
-        if not told:  # also at the first start
+        if not listed:  # also at the first start
             await self._catalog.set_complete(True, deadline=self._deadline())
         return await self._catalog.is_complete(deadline=self._deadline())
 
@@ -385,7 +372,7 @@ class CatalogKeeper:
             self._is_doubtful = False
         if await self._catalog.is_complete(deadline=self._deadline()):
             return False
-        report = await reindex_level(self._catalog, self._tier, self._level, clock=self._clock)
+        report = await reindex_level(self._catalog, self._tier, Level.COLD, clock=self._clock)
         await self._catalog.set_complete(True, deadline=self._deadline())
         self._meters.add("catalog_rebuilds", tier=self._tier.name)
         _log.info("the catalog is complete again records=%d stale=%d", report.num_records, report.num_stale)

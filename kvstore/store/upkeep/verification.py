@@ -25,51 +25,39 @@ _LISTED_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that was put aside.
-
-    Attributes:
-        name: As the tier spells it.
-        num_bytes: As the tier listed it.
-        reason: What did not match.
-    """
+    """A record that was quarantined."""
 
     name: str
+    """As the tier spells it."""
     num_bytes: int
+    """As the tier listed it."""
     reason: str
+    """What did not match."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What a walk has seen so far.
-
-    Attributes:
-        num_records: Records looked at.
-        num_bytes: Bytes of the whole ones.
-        num_whole: Records that match their seal and their name.
-        num_bad: Records that do not, and were put aside.
-        num_gone: Records that were listed but gone when read: evicted or deleted meanwhile.
-        num_unread: Records that could not be read in three attempts.
-        bad: The first 10,000 bad ones.
-        unread: Names of the first 10,000 that could not be read.
-    """
+    """What a walk has found so far."""
 
     num_records: int = 0
     num_bytes: int = 0
+    """Bytes of the whole records."""
     num_whole: int = 0
+    """Records that match their seal and their name."""
     num_bad: int = 0
+    """Records that do not, and were quarantined."""
     num_gone: int = 0
+    """Records that were evicted or deleted between the listing and the read."""
     num_unread: int = 0
+    """Records that could not be read in three attempts."""
     bad: list[BadRecord] = field(default_factory=list)
+    """The first 10,000 bad ones."""
     unread: list[str] = field(default_factory=list)
+    """Names of the first 10,000 that could not be read."""
 
 
 class ByteRate:
-    """Lets bytes pass at a rate, without bursts.
-
-    Args:
-        bytes_per_s: The rate.
-        clock: To measure it with.
-    """
+    """Lets bytes pass at a rate, without bursts."""
 
     def __init__(self, bytes_per_s: int, clock: Clock = SYSTEM_CLOCK) -> None:
         if bytes_per_s <= 0:
@@ -88,7 +76,7 @@ class ByteRate:
 
 
 async def count_records(tier: Tier, namespace: NamespaceId | None = None) -> tuple[int, int]:
-    """How many records a tier lists, and their bytes, to tell the progress of a walk. Reads none of them."""
+    """How many records a tier lists, and their bytes, to show the progress of a walk. Reads none of them."""
     num_records = num_bytes = 0
     async for entry in tier.scan(namespace):
         num_records += 1
@@ -103,10 +91,10 @@ async def verify_tier(
     rate: ByteRate | None = None,
     progress: Callable[[Findings], None] | None = None,
 ) -> Findings:
-    """Read every record of a tier; the tier itself puts aside what does not match its seal.
+    """Read every record of a tier; the tier itself quarantines what does not match its seal.
 
     Args:
-        tier: Not wrapped in a breaker: nobody else waits for these reads, and a walk waits for a tier to come back.
+        tier: Not wrapped in a breaker: a walk waits for a tier to come back.
         namespace: Only records of this namespace; `None`: all.
         rate: How fast; `None`: as fast as the tier answers.
         progress: Called after each record.
@@ -114,7 +102,7 @@ async def verify_tier(
     Raises:
         Unavailable: Ten records in a row could not be read: the tier is down.
 
-    If cancelled, every record is either still in its place or put aside whole.
+    If cancelled, every record is either still in its place or quarantined whole.
     """
     walk = _Walk(tier, rate, progress)
     turns = asyncio.Semaphore(_IN_FLIGHT)
@@ -150,7 +138,7 @@ class _Walk:
         self._num_unread_in_a_row = 0
 
     def note_bad(self, key: RecordKey, reason: str) -> None:
-        """Called by the tier, perhaps in a thread, before its `get` returns."""
+        """Called by the tier, in any thread, before its `get` returns."""
         self._reasons[key] = reason
 
     async def check(self, entry: Entry) -> None:

@@ -12,12 +12,10 @@ from kvstore.catalog.pending_base import PendingEntry, PendingLog
 from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.background import Background, gather_all
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.budget import ByteBudget
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
-from kvstore.store.limits import StoreLimits
+from kvstore.store.context import StoreContext
 from kvstore.store.recorder import Recorder
 from kvstore.store.write_back.pending_writes import PendingWrites
 from kvstore.tiers.base import PutOutcome, Tier
@@ -29,25 +27,20 @@ _log = logging.getLogger(__name__)
 _CLAIMED_TOGETHER = 16
 """Few, so that the last of them is finished well within its lease, and other services get their share."""
 _PAUSE_S_MAX = 2.0
-_ASKED_MAX = 32_768
+_REQUESTS_MAX = 32_768
 """Entries that may wait to be written to the log, some 12 MB."""
-_ASKED_TOGETHER = 256
+_REQUESTS_TOGETHER = 256
 
 
 class Finisher:
-    """Claims entries whose leases have expired, a few at a time, and brings their records to the cold tier.
+    """Claims entries whose leases have expired, a few at a time, and copies their records to the cold tier.
 
     Args:
-        log: The pending entries, under an owner id of the finisher's own: a record that is saved again meanwhile, even
-            by this service, gets a second entry beside the one that is being finished.
-        hot: Where their records are, if there is such a tier.
-        cold: Where they belong.
-        recorder: The way to the catalog, which a service that died may not have told of what it wrote.
-        pending_writes: Told how much is pending over all services.
-        background: Owns the task.
-        meters: Where to count.
-        limits: Bounds and times.
-        clock: For deadlines.
+        log: The pending entries, under an owner id of the finisher's own: a record that is saved again during that,
+            even by this service, gets a second entry beside the one that is being finished.
+        cold: Where the records belong.
+        recorder: The way to the catalog: a service that died may not have reported what it wrote. `None`: no catalog.
+        pending_writes: Gets the totals over all services.
 
     Attributes:
         is_paused: Nothing is claimed for now.
@@ -56,60 +49,51 @@ class Finisher:
     def __init__(
         self,
         log: PendingLog,
-        hot: Tier | None,
         cold: Tier,
+        context: StoreContext,
         *,
         recorder: Recorder | None,
         pending_writes: PendingWrites,
-        background: Background,
-        meters: Meters,
-        limits: StoreLimits,
-        clock: Clock,
     ) -> None:
+        self.is_paused = False
         self._log = log
-        self._hot = hot
+        self._hot = context.hot
         self._cold = cold
         self._recorder = recorder
         self._pending_writes = pending_writes
-        self._background = background
-        self._meters = meters
-        self._limits = limits
-        self._clock = clock
+        self._background = context.background
+        self._meters = context.meters
+        self._limits = context.limits
+        self._clock = context.clock
         self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: how long to wait for it
-        self._in_flight = ByteBudget(limits.finish_bytes_in_flight)
-        self._asked: dict[RecordKey, PendingEntry] = {}
-        self.is_paused = False
+        self._in_flight = ByteBudget(context.limits.finish_bytes_in_flight)
+        self._requests: dict[RecordKey, PendingEntry] = {}
 
     def start(self) -> None:
         """Work in the background, until its owner is closed."""
         self._background.spawn(self._run(), "finishing write-backs")
 
-    def ask(self, entry: PendingEntry) -> bool:
-        """Have a record that the hot tier has, and may evict, brought to the cold tier by any service that has time.
+    def request(self, entry: PendingEntry) -> bool:
+        """Have a record that the hot tier has, and may evict, copied to the cold tier by any service that has time.
         False: too much is pending. Never waits; requests not yet in the log are lost with the process.
         """
-        if len(self._asked) >= _ASKED_MAX or self._pending_writes.is_over_limit:
+        if len(self._requests) >= _REQUESTS_MAX or self._pending_writes.is_over_limit:
             return False
-        self._asked[entry.key] = entry
+        self._requests[entry.key] = entry
         return True
 
-    @property
-    def num_asked(self) -> int:
-        """Entries that wait to be written to the log."""
-        return len(self._asked)
-
-    async def _write_asked(self) -> None:
+    async def _write_requests(self) -> None:
         """Write the requested entries to the log and release them at once, so that any service may claim them."""
-        while self._asked:
-            entries = list(islice(self._asked.values(), _ASKED_TOGETHER))
+        while self._requests:
+            entries = list(islice(self._requests.values(), _REQUESTS_TOGETHER))
             keys = [entry.key for entry in entries]
-            deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+            deadline = self._deadline()
             if await self._log.add(entries, deadline=deadline):
                 await self._log.release(keys, deadline=deadline)
             else:
                 self._meters.add("pending_failures", step="full")
             for key in keys:
-                self._asked.pop(key, None)
+                self._requests.pop(key, None)
 
     async def _run(self) -> None:
         while True:
@@ -128,24 +112,24 @@ class Finisher:
         """Claim some entries and finish them; returns how many were claimed, and how many of them are done.
 
         Raises:
-            Unavailable: The log cannot be asked.
+            Unavailable: The log does not answer.
 
         If cancelled, what was claimed can be claimed again once its lease has expired.
         """
-        await self._write_asked()
-        deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+        await self._write_requests()
+        deadline = self._deadline()
         totals = await self._log.totals(deadline=deadline)
-        self._pending_writes.learned(totals)
+        self._pending_writes.set_totals(totals)
         self._meters.set("pending_records", totals.num_records)
         self._meters.set("pending_bytes", totals.num_bytes)
         self._meters.set("pending_limit_bytes", self._limits.pending_bytes)
         if not totals.num_records:
             return 0, 0
         entries = await self._log.claim(_CLAIMED_TOGETHER, deadline=deadline)
-        done = await gather_all([self._finish_within_room(entry) for entry in entries])
+        done = await gather_all([self._finish_within_budget(entry) for entry in entries])
         return len(entries), sum(done)
 
-    async def _finish_within_room(self, entry: PendingEntry) -> bool:
+    async def _finish_within_budget(self, entry: PendingEntry) -> bool:
         grant = await self._in_flight.take(min(entry.num_bytes, self._in_flight.limit_bytes))
         try:
             return await self._finish(entry)
@@ -153,14 +137,14 @@ class Finisher:
             self._in_flight.give_back(grant)
 
     async def _finish(self, entry: PendingEntry) -> bool:
-        """Bring one record to the cold tier and end its entry. False: not now, it is retried once its lease expires."""
-        deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+        """Copy one record to the cold tier and end its entry. False: not now, it is retried once its lease expires."""
+        deadline = self._deadline()
         key = entry.key
         try:
-            await self._make_known(key.namespace, deadline)
-            outcome = await self._bring(entry, deadline)
-            if outcome == "lost" and await self._is_in_hot(key, deadline):
-                return False  # it was written again meanwhile: the entry now belongs to that write
+            await self._register(key.namespace, deadline)
+            outcome = await self._copy(entry, deadline)
+            if outcome == "lost" and self._hot is not None and await self._hot.head([key], deadline=deadline) != [None]:
+                return False  # it was written again since: the entry now belongs to that write
             if outcome == "full":
                 self._meters.add("pending_failures", step="full")
                 return False
@@ -168,11 +152,11 @@ class Finisher:
                 _log.error("the cold tier refused a record for good, it stays in the hot tier key=%s", key)
             elif self._hot is not None and outcome != "lost":
                 await self._hot.allow_eviction([key], deadline=deadline)
-                await self._tell(self._hot, Level.HOT, entry, deadline)
+                await self._report(self._hot, Level.HOT, entry, deadline)
             await self._log.finish([key], deadline=deadline)
         except Closed:
             raise
-        except KVStoreError as error:  # of this record: the others of the round go on
+        except KVStoreError as error:  # of this record: the others of the round continue
             if not isinstance(error, Unavailable):
                 _log.warning("a pending write-back cannot be finished now, it is tried again: %s", error)
             self._meters.add("pending_failures", step="finish")
@@ -180,10 +164,7 @@ class Finisher:
         self._meters.add("pending_finished", outcome=outcome)
         return True
 
-    async def _is_in_hot(self, key: RecordKey, deadline: Deadline) -> bool:
-        return self._hot is not None and await self._hot.head([key], deadline=deadline) != [None]
-
-    async def _bring(self, entry: PendingEntry, deadline: Deadline) -> str:
+    async def _copy(self, entry: PendingEntry, deadline: Deadline) -> str:
         """How it ended: `present` already, `stored` now, `full`, `refused` for good, or `lost`: in no tier.
 
         Entries are written before their records, so a record that is in no tier may never have been acknowledged.
@@ -191,7 +172,7 @@ class Finisher:
         key = entry.key
         (num_bytes,) = await self._cold.head([key], deadline=deadline)
         if num_bytes is not None:
-            await self._tell(self._cold, Level.COLD, entry, deadline)
+            await self._report(self._cold, Level.COLD, entry, deadline)
             return "present"
         record = await self._hot.get(key, deadline=deadline) if self._hot is not None else None
         if record is None:
@@ -204,7 +185,7 @@ class Finisher:
             return "refused"
         return "full" if outcome is PutOutcome.FULL else "stored"
 
-    async def _make_known(self, namespace: NamespaceId, deadline: Deadline) -> None:
+    async def _register(self, namespace: NamespaceId, deadline: Deadline) -> None:
         """Register a namespace that no engine has opened on this node with the catalog, from its manifest in a tier.
 
         Raises:
@@ -215,7 +196,7 @@ class Finisher:
             return
         for tier in (self._cold, self._hot):
             manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
-            with suppress(CorruptRecord, UnsupportedFormat):  # damaged, or a later release's: as if none
+            with suppress(CorruptRecord, UnsupportedFormat):  # damaged, or of a later release: as if there were none
                 if manifest is not None:
                     description = parse_manifest(manifest, namespace)
                     self._recorder.register(namespace, description.layout(), description.tenant)
@@ -224,8 +205,8 @@ class Finisher:
             return
         raise Unavailable("a namespace has no manifest yet", namespace=namespace.hex())
 
-    async def _tell(self, tier: Tier, level: Level, entry: PendingEntry, deadline: Deadline) -> None:
-        """Tell the catalog of a record that another process wrote, if the tier has it."""
+    async def _report(self, tier: Tier, level: Level, entry: PendingEntry, deadline: Deadline) -> None:
+        """Report a record that another process wrote to the catalog, if the tier has it."""
         if self._recorder is None:
             return
         (num_bytes,) = await tier.head([entry.key], deadline=deadline)
@@ -233,4 +214,7 @@ class Finisher:
             return
         num_bytes = num_bytes or entry.num_bytes
         if not await self._recorder.sized(entry.key, level, num_bytes, entry.stop_tokens, deadline=deadline):
-            raise Unavailable("the record's boundary is being deleted: it is looked at again", key=entry.key)
+            raise Unavailable("the record's boundary is being deleted: it is tried again", key=entry.key)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._limits.write_back_timeout_s, self._clock)

@@ -16,6 +16,7 @@ from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.owner import RetentionOwner
@@ -66,13 +67,11 @@ class World:
     ) -> RetentionOwner:
         return RetentionOwner(
             self.tier,
-            Level.COLD,
             self.catalog,
             ownership or SoleOwnership(),
             RetentionRules(**rules),  # type: ignore[arg-type]
             choice=FixedChoice("lru"),
-            meters=self.meters,
-            clock=self.clock,
+            instruments=Instruments(self.clock, self.meters),
             budget_gate=budget_gate,
         )
 

@@ -15,9 +15,8 @@ from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.settings import load_settings
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
@@ -32,7 +31,7 @@ def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> Operat
 
 
 def orders_in(book: FileBook, quotas: Mapping[str, Quota]) -> OperatorRules:
-    return OperatorRules(book, quotas, meters=Meters(), clock=SYSTEM_CLOCK)
+    return OperatorRules(book, quotas, Instruments())
 
 
 def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
@@ -46,16 +45,16 @@ async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None
     for one in (old, new, blue):
         other.know(one)
     await told.retire("red", "old", is_retired=True, deadline=soon())
-    assert not other.hides(old.id)
-    await other.look(soon())
-    assert [other.hides(one.id) for one in (old, new, blue)] == [True, False, False]
+    assert not other.is_retired(old.id)
+    await other.read(soon())
+    assert [other.is_retired(one.id) for one in (old, new, blue)] == [True, False, False]
     await told.retire(None, "old", is_retired=True, deadline=soon())
     await told.retire("red", "old", is_retired=False, deadline=soon())
-    await other.look(soon())
-    assert [other.hides(one.id) for one in (old, new, blue)] == [True, False, True]
+    await other.read(soon())
+    assert [other.is_retired(one.id) for one in (old, new, blue)] == [True, False, True]
     await told.retire(None, "old", is_retired=False, deadline=soon())
-    await other.look(soon())
-    assert not any(other.hides(one.id) for one in (old, new, blue))
+    await other.read(soon())
+    assert not any(other.is_retired(one.id) for one in (old, new, blue))
 
 
 async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
@@ -63,10 +62,10 @@ async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
     here can hold is refused too.
     """
     orders = orders_of(tmp_path, {"red": Quota(100, 200), "blue": Quota(0, 50)})
-    with pytest.raises(InvalidRequest, match="holds no quotas"):
+    with pytest.raises(InvalidRequest, match="applies no quotas"):
         await orders.set_quota("red", Quota(1, 2), deadline=soon())
     held: list[Mapping[str, Quota]] = []
-    orders.held_by(held.append, 1000)
+    orders.apply_to(held.append, 1000)
     await orders.set_quota("red", Quota(300, 400), deadline=soon())
     await orders.set_quota("green", Quota(700), deadline=soon())
     with pytest.raises(InvalidRequest, match="three quarters"):
@@ -86,18 +85,18 @@ async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
     orders.know(described("old"))
     await orders.retire(None, "old", is_retired=True, deadline=soon())
     path.unlink()
-    await orders.look(soon())
+    await orders.read(soon())
     fresh = orders_of(tmp_path)
-    await fresh.look(soon())
+    await fresh.read(soon())
     assert fresh.are_retired("red", "old")
     path.write_text("[")
     with pytest.raises(Unavailable):
-        await orders.look(soon())
-    assert orders.hides(described("old").id)
+        await orders.read(soon())
+    assert orders.is_retired(described("old").id)
     later = '["later kind", "x"]'
     path.write_text(f'{{"{later.replace(chr(34), chr(92) + chr(34))}": "?"}}')
-    await orders.look(soon())
-    assert orders.hides(described("old").id)
+    await orders.read(soon())
+    assert orders.is_retired(described("old").id)
 
 
 async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from kvstore.eviction.candidates import CANDIDATES, Candidate
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import Presence
-from kvstore.store.retention import cold_admission
+from kvstore.store.retention import RetentionParts, cold_admission
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.policy_choice import AutoChoice, FixedChoice, candidates_of
 from kvstore.store.tiered import TieredStore
@@ -85,16 +85,16 @@ class Service:
 
     def __init__(self, world: World, rule: str, has_hot: bool, limits: StoreLimits, memory_bytes: int) -> None:
         self.meters = Meters()
-        self.below: dict[PrefixHash, PrefixHash] = {}
-        self.admission = ColdAdmission(rule, meters=self.meters, clock=SYSTEM_CLOCK, below=self.below.get)
+        self.parents: dict[PrefixHash, PrefixHash] = {}
+        self.admission = ColdAdmission(rule, Instruments(meters=self.meters), self.parents.get)
         self.store = TieredStore(
             MemoryTier(memory_bytes),
             world.hot if has_hot else None,
             world.cold,
             pending=DictPendingLog(world.books, lease_s=LEASE_S) if has_hot else None,
-            admission=self.admission,
-            meters=self.meters,
             limits=limits,
+            retention=RetentionParts(admission=self.admission),
+            instruments=Instruments(meters=self.meters),
         )
 
     async def serve(
@@ -177,7 +177,7 @@ async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: World, 
     await service.serve(prompt, records=records[:15])
     assert world.cold.keys_put == []
     prefixes = [prompt.boundary(64 * number).prefix for number in range(1, 6)]
-    service.below.update({above: below for below, above in pairwise(prefixes)})
+    service.parents.update({above: below for below, above in pairwise(prefixes)})
     for record in records[15:]:
         assert await service.store.save(record, ack=ack, deadline=soon()) is SaveOutcome.STORED
     await world.arrive(keys_of(prompt))
@@ -270,7 +270,7 @@ async def test_generated_tokens_are_brought_with_the_next_turn(world: World) -> 
 
 class TestTheRule:
     def admission(self, clock: Clock, rule: str = "all") -> ColdAdmission:
-        return ColdAdmission(rule, meters=Meters(), clock=clock)
+        return ColdAdmission(rule, Instruments(clock=clock))
 
     async def test_services_follow_the_owner(self) -> None:
         """Whoever holds the namespace says the rule; when it dies the other one says its own, and without any word
@@ -360,7 +360,7 @@ class TestBounds:
     def test_what_is_remembered_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Names of the last boundaries are kept, older ones forgotten; sightings take four bytes each."""
         monkeypatch.setattr(cold_admission, "_NAMES_MAX", 100)
-        admission = ColdAdmission("second_sight", meters=Meters(), clock=Clock())
+        admission = ColdAdmission("second_sight", Instruments(clock=Clock()))
         for number in range(40):
             for record in Prompt(ATTENTION, f"prompt {number}", 320).records():
                 assert not admission.takes(record)
@@ -376,7 +376,7 @@ class TestBounds:
 
     def test_tenants_do_not_see_each_others_prompts(self) -> None:
         """The same prompt in another namespace is a first sight there."""
-        admission = ColdAdmission("second_sight", meters=Meters(), clock=Clock())
+        admission = ColdAdmission("second_sight", Instruments(clock=Clock()))
         one, other = Prompt(ATTENTION, "a", 320, tenant="one"), Prompt(ATTENTION, "a", 320, tenant="other")
         for prompt in (one, other):
             assert admission.seen(Presence(ATTENTION, prompt.query())) == []

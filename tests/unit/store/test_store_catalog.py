@@ -17,8 +17,8 @@ from kvstore.catalog.pending_base import PendingEntry
 from kvstore.catalog.sqlite import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import CataloguedTier, Recorder
@@ -64,7 +64,7 @@ class World:
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     meters = Meters()
     catalog = SqliteCatalog(tmp_path / "catalog.db")
-    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
+    recorder = Recorder(catalog, Instruments(meters=meters))
     hot = FaultyTier(MemoryTier(16 << 20, name="hot"))
     cold = FaultyTier(MemoryTier(16 << 20, name="cold"))
     memory = MemoryTier(16 << 20)
@@ -73,7 +73,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         CataloguedTier(hot, Level.HOT, recorder),
         CataloguedTier(cold, Level.COLD, recorder),
         recorder=recorder,
-        meters=meters,
+        instruments=Instruments(meters=meters),
     )
     yield World(catalog, recorder, hot, cold, memory, store)
     await store.aclose()
@@ -253,7 +253,7 @@ async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
             await back.wait()
         return work()
 
-    recorder = Recorder(DictCatalog(books, ask=ask), Meters(), SYSTEM_CLOCK)
+    recorder = Recorder(DictCatalog(books, ask=ask), Instruments())
     prompt = Prompt(ATTENTION, "a", 64)
     recorder.register(prompt.namespace, prompt.layout, "")
     tier = CataloguedTier(MemoryTier(16 << 20, name="cold"), Level.COLD, recorder)
@@ -326,7 +326,7 @@ async def test_a_save_whose_end_is_not_known_is_looked_at_again() -> None:
     knows of the record all the same; nothing is pending then."""
     prompt, books, pending, meters = Prompt(ATTENTION, "unsure", 64), CatalogBooks(), PendingBooks(), Meters()
     catalog = DictCatalog(books)
-    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
+    recorder = Recorder(catalog, Instruments(meters=meters))
     cold = FaultyTier(MemoryTier(16 << 20, name="cold"))
     store = TieredStore(
         MemoryTier(16 << 20),
@@ -334,7 +334,7 @@ async def test_a_save_whose_end_is_not_known_is_looked_at_again() -> None:
         CataloguedTier(cold, Level.COLD, recorder),
         pending=DictPendingLog(pending, lease_s=0.3),
         recorder=recorder,
-        meters=meters,
+        instruments=Instruments(meters=meters),
     )
     await store.open_namespace(prompt.description, deadline=soon())
     record = prompt.records()[0]
@@ -355,7 +355,7 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
     the other are finished, and soon its own as well; only the catalog does not know of them."""
     known, later = Prompt(ATTENTION, "known", 64), Prompt(ATTENTION, "later", 64, tenant="other")
     pending, meters = PendingBooks(), Meters()
-    recorder = Recorder(DictCatalog(CatalogBooks()), meters, SYSTEM_CLOCK)
+    recorder = Recorder(DictCatalog(CatalogBooks()), Instruments(meters=meters))
     hot, cold = FaultyTier(MemoryTier(16 << 20, name="hot")), FaultyTier(MemoryTier(16 << 20, name="cold"))
     await hot.put_manifest(later.namespace, b"not of this release", deadline=soon())
     log = DictPendingLog(pending, lease_s=0.3)
@@ -369,8 +369,8 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
         CataloguedTier(cold, Level.COLD, recorder),
         pending=log,
         recorder=recorder,
-        meters=meters,
         limits=replace(StoreLimits(stage_bytes=1 << 20), write_back_timeout_s=2.0),
+        instruments=Instruments(meters=meters),
     )
     await store.open_namespace(known.description, deadline=soon())
     async with asyncio.timeout(60):

@@ -9,9 +9,8 @@ from store_world import slow_tier, soon
 
 from kvstore.catalog.base import Addition, Removal
 from kvstore.catalog.entry import Level
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -24,7 +23,7 @@ async def test_a_record_that_comes_while_it_is_missed(how: str, monkeypatch: pyt
     """
     prompt = Prompt(ATTENTION, "a", 64)
     record, cold, catalog = prompt.record(64), slow_tier("s3"), DictCatalog(CatalogBooks())
-    recorder = Recorder(catalog, Meters(), SYSTEM_CLOCK)
+    recorder = Recorder(catalog, Instruments())
     recorder.register(prompt.namespace, prompt.layout, "")
     tier = CataloguedTier(cold, Level.COLD, recorder)
     if how == "put aside":

@@ -12,9 +12,10 @@ from kvstore.api import PrefixQuery
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.coverage import longest_resumable, records_to_resume
 from kvstore.model.spans import Span
-from kvstore.store.namespaces import affordable_resume, check_header, check_sizes
+from kvstore.store.limits import StoreLimits
+from kvstore.store.namespaces import check_header
+from kvstore.store.placement import affordable_resume, gaps, inner_probes, page_probes, spread
 from kvstore.store.placement import fill as fill_gaps
-from kvstore.store.placement import gaps, inner_probes, page_probes, spread
 from kvstore.store.staging import next_window
 from kvstore.store.write_back.queue import backoff_s
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
@@ -146,9 +147,9 @@ def test_a_header_must_be_what_its_group_has_at_its_boundary() -> None:
 
 def test_staging_must_leave_room_for_saves() -> None:
     """Three quarters of memory may be staged, not more."""
-    check_sizes(750, 1000)
+    TieredStore(MemoryTier(1000), limits=StoreLimits(stage_bytes=750))
     with pytest.raises(InvalidRequest, match="three quarters"):
-        check_sizes(751, 1000)
+        TieredStore(MemoryTier(1000), limits=StoreLimits(stage_bytes=751))
 
 
 def test_the_window_follows_the_time_of_single_reads() -> None:

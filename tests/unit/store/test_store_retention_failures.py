@@ -15,6 +15,7 @@ from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import NAMESPACE, make_record
@@ -189,7 +190,7 @@ async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: Wo
     """A put was refused because its boundary was being deleted, and its record survived: told of when it is put again,
     it counts at once, not only when the totals are read the next time.
     """
-    recorder = Recorder(world.catalog, world.meters, world.clock)
+    recorder = Recorder(world.catalog, Instruments(meters=world.meters, clock=world.clock))
     recorder.register(NAMESPACE, LAYOUT, "")
     room = BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
     room.settle(0)

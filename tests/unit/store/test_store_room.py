@@ -51,13 +51,13 @@ async def test_a_put_waits_until_enough_has_left(room: BudgetGate) -> None:
     waiting = asyncio.ensure_future(room.take(KEY, 10, soon()))
     async with asyncio.timeout(5):
         await room.wanted(60.0)
-    assert (waiting.done(), room.asked_bytes) == (False, 10)
+    assert (waiting.done(), room.requested_bytes) == (False, 10)
     room.free(4)
     await asyncio.sleep(0)
     assert not waiting.done()
     room.free(1)
     assert await waiting
-    assert (room.used_bytes, room.asked_bytes) == (100, 10)
+    assert (room.used_bytes, room.requested_bytes) == (100, 10)
 
 
 async def test_what_is_being_written_counts_once(room: BudgetGate) -> None:
@@ -68,7 +68,7 @@ async def test_what_is_being_written_counts_once(room: BudgetGate) -> None:
     assert room.used_bytes == 100
     room.end(KEY, 30, is_stored=True)
     room.end(OTHER, 20, is_stored=False)
-    assert (room.used_bytes, room.asked_bytes, room.ended_bytes) == (80, 0, 30)
+    assert (room.used_bytes, room.requested_bytes, room.ended_bytes) == (80, 0, 30)
 
 
 async def test_when_nothing_can_leave_puts_are_refused_at_once(room: BudgetGate) -> None:
@@ -87,7 +87,7 @@ async def test_more_than_the_budget_never_fits(room: BudgetGate) -> None:
     """A record larger than the level is refused at once."""
     room.settle(0)
     assert not await room.take(KEY, 101, soon())
-    assert room.asked_bytes == 0
+    assert room.requested_bytes == 0
 
 
 async def test_a_cancelled_wait_leaves_nothing_behind(room: BudgetGate) -> None:
@@ -99,7 +99,7 @@ async def test_a_cancelled_wait_leaves_nothing_behind(room: BudgetGate) -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert (room.asked_bytes, set(room.boundaries_in_flight())) == (0, set())
+    assert (room.requested_bytes, set(room.boundaries_in_flight())) == (0, set())
 
 
 async def test_what_was_written_lately_is_known_in_order(room: BudgetGate) -> None:
