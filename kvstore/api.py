@@ -16,9 +16,9 @@ from typing import NewType
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
+from kvstore.model.layout import MAX_PREFIX_TOKENS
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
-from kvstore.model.spans import MAX_PREFIX_TOKENS
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline

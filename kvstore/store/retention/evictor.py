@@ -77,7 +77,7 @@ class Evictor:
             indexes = [index for index in part if index not in stay]
             place = {index: at for at, index in enumerate(indexes)}
             leaving = [victims[index].leaving(place) for index in indexes]
-            hidden = await self._catalog.start_leaving_all(leaving, self._level, deadline=self._soon())
+            hidden = await self._catalog.start_leaving(leaving, self._level, deadline=self._soon())
             entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
             gone = await self._delete_all(entries, victims)
             left += sum(entries[index].num_bytes(self._level) for index in gone)
@@ -126,7 +126,7 @@ class Evictor:
             self.has_unfinished = True
             return None
         self._is_failing = False
-        left = await self._catalog.finish_leaving_all(leaving, self._level, deadline=self._soon())
+        left = await self._catalog.finish_leaving(leaving, self._level, deadline=self._soon())
         for entry, reason in leaving:
             why, num_bytes = reason.name.lower(), entry.num_bytes(self._level)
             self._meters.add("retention_boundaries", tier=self._tier.name, reason=why)

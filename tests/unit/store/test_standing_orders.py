@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack, Outcome, SaveOutcome
-from kvstore.catalog.books import ORDERS, FileBook
+from kvstore.catalog.coordination import OPERATOR_RULES, FileTextStore
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota
@@ -28,10 +28,10 @@ def soon() -> Deadline:
 
 
 def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
-    return orders_in(FileBook(folder, ORDERS), quotas or {})
+    return orders_in(FileTextStore(folder, OPERATOR_RULES), quotas or {})
 
 
-def orders_in(book: FileBook, quotas: Mapping[str, Quota]) -> OperatorRules:
+def orders_in(book: FileTextStore, quotas: Mapping[str, Quota]) -> OperatorRules:
     return OperatorRules(book, quotas, meters=Meters(), clock=SYSTEM_CLOCK)
 
 
@@ -137,20 +137,20 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
 ) -> None:
     """A book that all services share has lost an order, and is too full to take it again: what others order is followed
     as soon as there is room, and the service looks until then."""
-    monkeypatch.setattr("kvstore.store.retention.operator_rules._POLL_S", 0.01)
-    monkeypatch.setattr(FileBook, "is_shared", True)
+    monkeypatch.setattr("kvstore.store.retention.operator_rules._LOOK_S", 0.01)
+    monkeypatch.setattr(FileTextStore, "is_shared", True)
     path = tmp_path / "orders.json"
-    book = FileBook(tmp_path, ORDERS)
+    book = FileTextStore(tmp_path, OPERATOR_RULES)
     told, other = orders_in(book, {}), orders_in(book, {})
     await told.start()
     await told.retire("red", "old", is_retired=True, deadline=soon())
     path.unlink()
-    book.kind = replace(ORDERS, texts_max=0)
+    book.kind = replace(OPERATOR_RULES, texts_max=0)
     meters = told._meters
     async with asyncio.timeout(60):
         while not meters.get("catalog_failures", call="orders"):
             await asyncio.sleep(0.01)
-    book.kind = ORDERS
+    book.kind = OPERATOR_RULES
     await other.retire("red", "older", is_retired=True, deadline=soon())
     async with asyncio.timeout(60):
         while not told.are_retired("red", "older"):
