@@ -24,7 +24,7 @@ from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Addition
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.entry import EntryShape, Level
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention

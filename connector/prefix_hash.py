@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from connector.content import PromptContent
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import Boundary, PrefixHash
-from kvstore.model.prefix_chain import LINK_TOKENS, prefix_root
+from kvstore.model.keys import LINK_TOKENS, Boundary, PrefixHash, prefix_root
 
 __all__ = ["LINK_TOKENS", "PrefixChain"]
 

@@ -16,9 +16,9 @@ from typing import NewType
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
+from kvstore.model.layout import MAX_PREFIX_TOKENS
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
-from kvstore.model.spans import MAX_PREFIX_TOKENS
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -225,8 +225,8 @@ class PageStore(ABC):
     ) -> SaveOutcome:
         """Keep a sealed record, once; the store verifies it first.
 
-        Returns when the record has reached `ack`. The store copies it to the further tiers later, unless its `retention`
-        is short. The cold tier may decline a save that waits for memory alone until the prompt is seen again.
+        Returns when the record has reached `ack`. The store copies it to the further tiers later, unless `retention` is
+        short. The cold tier may decline a save that waits for memory alone until the prompt is seen again.
 
         Raises:
             CorruptRecord: The bytes do not match their seal, or the header does not fit the namespace's layout.

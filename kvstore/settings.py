@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import shutil
 import tomllib
@@ -10,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.machine import usable_bytes
 from kvstore.runtime.sizes import parse_bytes
@@ -36,6 +38,8 @@ __all__ = ["TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_fr
 
 Source = Literal["flag", "environment", "file", "default"]
 """Where the value of a setting came from."""
+
+_log = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
@@ -115,6 +119,16 @@ def _quota(tenant: str, given: object) -> Quota:
     return quota
 
 
+def _replaced(value: object, info: ValidationInfo) -> object:
+    """Replace a policy or rule of an earlier release. It is not refused: an upgrade must not stop a node for that."""
+    if not isinstance(value, str) or value not in REMOVED:
+        return value
+    expected = ", ".join([AUTO, *(POLICIES if info.field_name == "retention_policy" else ADMISSIONS)])
+    message = "setting %s: this release has no %s, using %s; set one of %s"
+    _log.warning(message, info.field_name, value, REMOVED[value], expected)
+    return REMOVED[value]
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 Millis = Annotated[int, Field(gt=0, le=_SECONDS_MAX)]
@@ -165,13 +179,12 @@ class Settings(BaseSettings):
             evicted for others; beyond `maximum`, its own is evicted first. In TOML a table, `[quotas.team-a]`;
             elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. All guarantees together are at most three quarters of the
             limit.
-        retention_policy: What is evicted first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which simulates these on
-            a sample of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
+        retention_policy: What is evicted first: `lru`, `flops_per_byte`, or `auto`, which simulates these on a sample
+            of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
         retention_admission: Which records are written to `cold`, of saves that do not wait for `hot` or `cold`: `all`;
-            `second_sight`, only what a lookup asked for before, which avoids most writes, but loses the first reuse of
-            what `hot` has evicted by then; `by_size`, prompts of 1,024 tokens or more; or `auto`, all while
-            `cold_bytes` has room, then the rule with the most hits. The service that owns a namespace decides, as for
-            the policy.
+            `second_sight`, only records that a lookup queried before, which avoids most writes, but loses the first
+            reuse of records that `hot` has evicted by then; or `auto`, all while `cold_bytes` has room, then the rule
+            with the most hits. The service that owns a namespace decides, as for the policy.
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
             flush per record, which makes writes slower.
         stage_bytes: Part of the memory tier for leased records; at most, and by default, three quarters. A hit that
@@ -224,8 +237,8 @@ class Settings(BaseSettings):
     cold_bytes: Bytes | None = None
     cold_unused_s: Seconds | None = None
     quotas: Annotated[Mapping[str, Quota], BeforeValidator(_quotas)] = Field(default_factory=dict)
-    retention_policy: Literal["auto", "lru", "s3fifo", "flops_per_byte"] = "auto"
-    retention_admission: Literal["auto", "all", "second_sight", "by_size"] = "auto"
+    retention_policy: Annotated[Literal["auto", "lru", "flops_per_byte"], BeforeValidator(_replaced)] = "auto"
+    retention_admission: Annotated[Literal["auto", "all", "second_sight"], BeforeValidator(_replaced)] = "auto"
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None
     lease_s: Seconds = 30.0

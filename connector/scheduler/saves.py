@@ -16,7 +16,7 @@ from connector.scheduler.ledger import Ledger, RequestState
 from connector.scheduler.load_plan import blocks_of
 from connector.scheduler.save_plan import PageToSave, final_pages
 from kvstore.model.keys import Boundary, NamespaceId
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 

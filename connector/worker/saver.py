@@ -31,7 +31,7 @@ from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, seal
 from kvstore.model.keys import Boundary, RecordKey
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 

@@ -55,7 +55,7 @@ _LEVELS = tuple(frozenset(level for level in Level if bits >> level & 1) for bit
 
 
 class EntryHead(NamedTuple):
-    """The fields of an entry that concern the boundary as a whole; as in `BoundaryEntry`."""
+    """The fields of an entry about the boundary as a whole, in the order of `BoundaryEntry`."""
 
     leaving: frozenset[Level]
     tokens: int
@@ -211,6 +211,10 @@ class EntryTable:
         """[boundaries]: whether there is an entry."""
         found: npt.NDArray[np.bool_] = self.data[:, 0] == ENTRY_VERSION
         return found
+
+    def entry(self, index: int) -> bytes | None:
+        """One boundary's entry; `None`: there is none."""
+        return self.data[index].tobytes() if self.data[index, 0] == ENTRY_VERSION else None
 
     def rows(self, level: Level) -> npt.NDArray[np.uint8]:
         """[boundaries, `row_bytes`]: the bits of a level; zeros where the boundary is leaving it."""

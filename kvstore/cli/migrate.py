@@ -24,7 +24,7 @@ from kvstore.cli.store_in_use import ServiceUrl, store_in_use
 from kvstore.cli.tables import print_table
 from kvstore.compose import open_catalog, open_ownership, open_tier
 from kvstore.errors import InvalidRequest
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.settings import Settings
 from kvstore.store.encryption.key_ledger import KeyLedger
 from kvstore.store.encryption.key_ring import KeyRing, open_key_source
@@ -34,8 +34,8 @@ from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 from migrations.copying import Progress
 from migrations.journal import Phase, State
 from migrations.runner import Runner
+from migrations.steps import KeyStep
 from migrations.store import soon
-from migrations.versions.m0002_keys import KeyStep
 
 __all__ = ["migrate", "open_runner"]
 

@@ -19,8 +19,15 @@ from kvstore.cli.curve import draw_curve
 from kvstore.cli.tables import print_table
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import AUTO, CANDIDATES
-from kvstore.eviction.replay import CLAIRVOYANT, ReplayPlan, ReplayResult, check_policy, replay
-from kvstore.eviction.trace import TracedPrompt, read_trace
+from kvstore.eviction.replay import (
+    CLAIRVOYANT,
+    ReplayPlan,
+    ReplayResult,
+    TracedPrompt,
+    check_policy,
+    read_trace,
+    replay,
+)
 from kvstore.runtime.sizes import parse_bytes
 
 __all__ = ["simulate"]

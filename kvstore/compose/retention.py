@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.books import JOBS, ORDERS, Book, FileBook
-from kvstore.catalog.ownership import Ownership, SoleOwnership
+from kvstore.catalog.coordination import JOBS, OPERATOR_RULES, FileTextStore, Ownership, SoleOwnership, TextStore
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.admission import AdmitAll
-from kvstore.eviction.candidates import AUTO
+from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.settings import Settings
@@ -42,8 +40,8 @@ async def open_retention(
     instruments: Instruments,
     gate: Gate | None,
 ) -> tuple[RetentionParts, BudgetGate | None]:
-    """Keep the cold tier within its bounds in the background. Returns what the store uses of it, and the gate where puts
-    into the cold tier wait for eviction; `None`: it has no budget.
+    """Keep the cold tier within its bounds in the background. Returns what the store uses of it, and the gate where
+    puts into the cold tier wait for eviction; `None`: it has no budget.
 
     Args:
         cold: Not wrapped in a `CataloguedTier`: retention changes the catalog itself.
@@ -121,16 +119,16 @@ async def _open_operator_rules(
     """Operators' rules, from the book beside the catalog; `None`: there is no catalog."""
     if recorder is None:
         return None
-    book: Book
+    book: TextStore
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.catalog.redis.coordination import RedisTextStore
             from kvstore.tiers.redis import open_control
 
             client = await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None))
-            book = RedisBook(client, ORDERS, gate=gate)
+            book = RedisTextStore(client, OPERATOR_RULES, gate=gate)
         case _, FileLocation() as cold:
-            book = FileBook(cold.path, ORDERS)
+            book = FileTextStore(cold.path, OPERATOR_RULES)
         case _:
             return None
     rules = OperatorRules(book, settings.quotas, instruments)
@@ -140,17 +138,17 @@ async def _open_operator_rules(
 
 
 @asynccontextmanager
-async def open_job_book(settings: Settings) -> AsyncIterator[Book | None]:
+async def open_job_book(settings: Settings) -> AsyncIterator[TextStore | None]:
     """Where jobs are recorded, beside the catalog, over a connection of its own; `None`: there is no catalog."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.catalog.redis.coordination import RedisTextStore
             from kvstore.tiers.redis import open_control
 
             async with open_control(hot) as client:
-                yield RedisBook(client, JOBS)
+                yield RedisTextStore(client, JOBS)
         case _, FileLocation() as cold:
-            yield FileBook(cold.path, JOBS)
+            yield FileTextStore(cold.path, JOBS)
         case _:
             yield None
 
@@ -178,7 +176,7 @@ async def open_ownership(
     """Who may evict: a directory has one owner, a shared tier is owned by lease."""
     if not isinstance(settings.hot, RedisLocation):
         return SoleOwnership()
-    from kvstore.catalog.ownership_redis import RedisOwnership
+    from kvstore.catalog.redis.coordination import RedisOwnership
     from kvstore.tiers.redis import open_control
 
     client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))

@@ -9,10 +9,10 @@ from functools import partial
 
 from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingLog
+from kvstore.catalog.pending import PendingLog
 from kvstore.compose.retention import open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -137,13 +137,13 @@ async def open_catalog(
     """
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis import RedisCatalog
+            from kvstore.catalog.redis.catalog import RedisCatalog
             from kvstore.tiers.redis import open_control
 
             async with open_control(hot, refuses_newer=gate is not None) as client:
                 yield RedisCatalog(client, clock=clock, gate=gate)
         case NoTier(), FileLocation() as cold:
-            from kvstore.catalog.sqlite import SqliteCatalog
+            from kvstore.catalog.sqlite.catalog import SqliteCatalog
 
             catalog = await SqliteCatalog.open(cold.path / "catalog.db", clock=clock, is_guest=is_guest)
             try:
@@ -175,13 +175,13 @@ async def _open_pending(
     """Where write-backs are recorded: beside the records that another process can find after this one has crashed."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, FileLocation() | S3Location() as cold:
-            from kvstore.catalog.pending_redis import RedisPendingLog
+            from kvstore.catalog.redis.pending import RedisPendingLog
             from kvstore.tiers.redis import open_control
 
             client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
             return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
         case NoTier(), FileLocation() as cold:
-            from kvstore.catalog.pending_sqlite import SqlitePendingLog
+            from kvstore.catalog.sqlite.pending import SqlitePendingLog
 
             log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
             stack.push_async_callback(log.aclose)
@@ -206,13 +206,13 @@ async def _open_recorder(
     if not isinstance(settings.hot, RedisLocation):
         return recorder
 
-    from kvstore.catalog.redis import RedisCatalog
-    from kvstore.catalog.redis_reconcile import Reconciler
+    from kvstore.catalog.redis.catalog import RedisCatalog
+    from kvstore.catalog.redis.reconcile import Reconciler
 
     assert isinstance(catalog, RedisCatalog)
     background = Background("catalog")
     stack.push_async_callback(background.aclose)
-    reconciler = Reconciler(catalog, instruments.meters, look_s=settings.catalog_look_s, clock=instruments.clock)
+    reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
     background.spawn(reconciler.run(), "reconcile")
     return recorder
 
@@ -244,8 +244,8 @@ async def _check_catalog(
 async def _guarded(
     tier: Tier | None, setting: object, stack: AsyncExitStack, instruments: Instruments
 ) -> GuardedTier | None:
-    """Put the guard around a tier that was just opened, and check that it answers. If not, warn, and use it once it does.
-    Warn of what an operator should change about it.
+    """Put the guard around a tier that was just opened, and check that it answers. If not, warn, and use it later. Warn
+    of what an operator should change about it.
 
     Raises:
         UnsupportedFormat: A newer release has migrated it.

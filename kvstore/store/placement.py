@@ -23,8 +23,7 @@ from kvstore.catalog.entry import EntryShape
 from kvstore.errors import InvalidRequest
 from kvstore.model.coverage import ends_to_resume, longest_resumable
 from kvstore.model.keys import RecordKey
-from kvstore.model.layout import Layout
-from kvstore.model.spans import cell_of
+from kvstore.model.layout import Layout, cell_of
 
 __all__ = [
     "UNKNOWN_BYTES",

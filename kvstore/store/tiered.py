@@ -9,7 +9,7 @@ from itertools import product
 
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
-from kvstore.catalog.pending_base import PendingLog
+from kvstore.catalog.pending import PendingLog
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record

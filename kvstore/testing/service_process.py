@@ -26,7 +26,7 @@ _START_S = 60.0
 
 
 def free_tcp_url() -> str:
-    """An address of the loopback that nobody listens on at the moment."""
+    """A free address of the loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(TcpAddress("127.0.0.1", probe.getsockname()[1]))

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager, nullcontext, suppress
 
 from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.format.record import Record
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline

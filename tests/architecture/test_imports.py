@@ -10,10 +10,7 @@ import pytest
 
 from tests.architecture.sources import PACKAGES, ROOT, files, imports, imports_of, tree
 
-REDIS_HOME = (
-    *("kvstore/tiers/redis/", "kvstore/catalog/redis", "kvstore/catalog/pending_redis"),
-    "kvstore/catalog/ownership_redis",
-)
+REDIS_HOME = ("kvstore/tiers/redis/", "kvstore/catalog/redis/")
 S3_HOME = ("kvstore/tiers/s3/",)
 TESTING = ("kvstore/testing/", "benchmarks/")  # the latter compares our tiers with the usual clients
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
-from kvstore.catalog.pending_redis import NUM_SHARDS, RedisPendingLog
-from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.redis.pending import NUM_SHARDS, RedisPendingLog
+from kvstore.catalog.sqlite.pending import SqlitePendingLog
 from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.format.names import pack_key, unpack_key
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key
@@ -82,7 +83,7 @@ class TestContract:
         assert await first.claim(100, deadline=soon()) == []
 
     async def test_a_renewed_lease_lasts(self, shared: Shared) -> None:
-        """An owner that renews keeps its entries beyond a lease; one that lost them is told."""
+        """An owner that renews keeps its entries beyond a lease; one that lost them gets 0."""
         first, second = await shared.make(), await shared.make()
         kept, lost = entries(1, 2), entries(3)
         await first.add(kept + lost, deadline=soon())
@@ -94,7 +95,7 @@ class TestContract:
         assert await first.renew([*keys, make_key(99)], deadline=soon()) == [1, 1, 0, 0]
 
     async def test_only_the_owner_finishes(self, shared: Shared) -> None:
-        """What another claimed meanwhile stays when the former owner is done with it; it is removed by the new one."""
+        """An entry that another owner has claimed stays when the former one finishes it; the new one removes it."""
         first, second = await shared.make(), await shared.make()
         written = entries(1, 2, 3)
         await first.add(written, deadline=soon())
@@ -125,8 +126,8 @@ class TestContract:
         assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
 
     async def test_one_owner_of_two_dies(self, shared: Shared) -> None:
-        """What the other one finishes, or gives back, may be claimed when the lease of the dead has ended, and then
-        belongs to nobody else."""
+        """An entry that the other owner finished or released may be claimed once the lease of the dead one has ended;
+        it then has no other owner."""
         dead, second, third = [await shared.make() for _ in range(3)]
         finished, given_back = entries(1, 2)
         keys = [finished.key, given_back.key]

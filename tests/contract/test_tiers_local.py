@@ -11,8 +11,7 @@ from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.instruments import Instruments
-from kvstore.testing.damage import flipped
-from kvstore.testing.records import make_record
+from kvstore.testing.records import flipped, make_record
 from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier

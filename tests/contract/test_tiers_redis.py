@@ -12,8 +12,7 @@ import uvloop
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.damage import flipped
-from kvstore.testing.records import make_key, make_record
+from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier

@@ -9,8 +9,7 @@ import pytest
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.testing.damage import flipped
-from kvstore.testing.records import make_record
+from kvstore.testing.records import flipped, make_record
 from kvstore.testing.servers import CephRgw
 from kvstore.testing.tier_contract import LastingTierContract, Medium, soon
 from kvstore.tiers.base import Tier

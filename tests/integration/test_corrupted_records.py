@@ -16,8 +16,8 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.damage import DAMAGE
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.records import DAMAGE
 from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier

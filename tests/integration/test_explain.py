@@ -16,8 +16,8 @@ from connector.identity import describe_namespace
 from connector.scheduler.side import PromptFacts, SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.api import Ack, Deadline, Outcome
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_catalog, open_store
@@ -280,9 +280,9 @@ def test_lost_by_redis(redis: RedisServer, tmp_path: Path) -> None:
         async with Redis(host=redis.host, port=redis.port) as client, open_catalog(settings) as catalog:
             assert isinstance(catalog, RedisCatalog)
             reconciler = Reconciler(catalog, Meters())
-            await reconciler.look()
+            await reconciler.check()
             await client.unlink(*[name async for name in client.scan_iter(match="v1/*{*")])
-            return await reconciler.look()
+            return await reconciler.check()
 
     with engine(settings, tmp_path) as at:
         assert asyncio.run(lose()) > 0

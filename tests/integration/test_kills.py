@@ -14,8 +14,8 @@ import pytest
 import redis.asyncio
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingTotals
-from kvstore.catalog.pending_redis import RedisPendingLog
+from kvstore.catalog.pending import PendingTotals
+from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.client import connect
 from kvstore.compose import open_catalog
 from kvstore.runtime.deadline import Deadline

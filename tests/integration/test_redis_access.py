@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -126,7 +126,7 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
         totals = (await catalog.totals(deadline=Deadline.after(10)))[prompt.namespace]
         assert [level.num_records for level in totals.levels] == [4, 4]
         async with asyncio.timeout(10):
-            while await catalog.noted("reconciled", deadline=Deadline.after(10)) is None:
+            while await catalog.read_note("reconciled", deadline=Deadline.after(10)) is None:
                 await asyncio.sleep(0.02)
     failures = {name: value for name, value in meters.snapshot().items() if "failures" in name and value}
     assert failures == {}

@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import AskError
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
@@ -295,7 +295,7 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
         assert isinstance(catalog, RedisCatalog)
         assert await catalog.are_stored([prompt.key(64), prompt.key(16)], deadline=soon) == [True, False]
         async with asyncio.timeout(60):
-            while not meters.get("catalog_complete") or await catalog.noted("reconciled", deadline=soon) is None:
+            while not meters.get("catalog_complete") or await catalog.read_note("reconciled", deadline=soon) is None:
                 await asyncio.sleep(0.02)
     assert meters.get("catalog_failures", call="reconcile") == 0
     async with open_store(settings) as store:

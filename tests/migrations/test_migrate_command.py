@@ -1,4 +1,4 @@
-"""`kvstore migrate` on a directory: what each verb says and does, statuses, and what it leaves alone."""
+"""`kvstore migrate` on a directory: what each verb prints and does, statuses, and what it does not change."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvstore.cli.main import main
 from kvstore.cli.migrate import open_runner
 from kvstore.compose import open_catalog, open_served_store, open_tier
 from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.format.names import manifest_name
-from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
@@ -30,9 +30,7 @@ from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from migrations.copying import Progress
 from migrations.journal import _place
-from migrations.plan import Verdict
-from migrations.versions.m0001_initial import InitialStep
-from migrations.versions.m0002_keys import KeyStep
+from migrations.steps import KeyStep, Verdict
 
 PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
 OTHER = replace(PROMPT, name="other", tenant="blue")
@@ -174,7 +172,7 @@ def test_encryption_is_turned_on_over_plain_records_and_the_key_is_changed_then(
 
 
 def test_a_migration_is_aborted_and_goes_back(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a run the operator puts the old key in front again: going on is refused, aborting is not, and a migration
+    """After a run the operator puts the old key in front again: finishing is refused, aborting is not, and a migration
     back removes what the first one made.
     """
     write_keys(keys, [("red", 1, 1)])
@@ -243,12 +241,12 @@ def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("word", "num_left"), [("state removing", 2), ("untold", 2), ("deleted", 1), ("sheet emptied", 0)]
+    ("word", "num_left"), [("state removing", 2), ("catalog removed", 2), ("deleted", 1), ("sheet emptied", 0)]
 )
 def test_what_a_run_was_cut_off_from_is_done_by_the_next_without_reading_again(
     keys: Path, capsys: pytest.CaptureFixture[str], word: str, num_left: int
 ) -> None:
-    """Of two namespaces: a `finish` that goes on looks at what is left alone. A copy that was lost is made again."""
+    """Of two namespaces: a `finish` that continues reads only what is left. A copy that was lost is made again."""
     prompts = (PROMPT, replace(PROMPT, model="another"))
     in_loop(save(*prompts))
     write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
@@ -334,7 +332,7 @@ def test_nothing_is_written_to_what_a_newer_release_has_migrated(
 
     in_loop(mark(note))
     before = in_loop(names(load_settings()))
-    with pytest.raises(UnsupportedFormat, match=r"upgrade this one.*kvstore migrate status.*tier=filesystem"):
+    with pytest.raises(UnsupportedFormat, match=r"upgrade this release.*kvstore migrate status.*tier=filesystem"):
         in_loop(save(OTHER))
     status, _, complaint = run(capsys, "status")
     assert (status, "migrated by a newer release" in complaint) == (1, True)
@@ -375,14 +373,11 @@ async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: 
     assert "another" in capsys.readouterr().err
 
 
-def test_steps_are_pure_and_in_order(keys: Path) -> None:
-    """The first step changes nothing; the second knows what is current, foreign, forged, and what is the same."""
+def test_the_step_of_keys_is_pure(keys: Path) -> None:
+    """It tells apart records that are current, foreign and forged, and compares an old record with its new one."""
     from kvstore.store.encryption.key_ring import open_key_source
 
     record = PROMPT.records()[0]
-    assert [InitialStep.number, KeyStep.number] == [1, 2]
-    assert InitialStep().rewrite(record, "red").verdict is Verdict.CURRENT
-    assert InitialStep().target("red") is None and InitialStep().is_same(record, record, "red")
     write_keys(keys, [("red", 2, 2), ("red", 0, 0)])
     step = KeyStep(open_key_source(str(keys)).ring)
     made = step.rewrite(record, "red")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.deadline import Deadline

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import SaveOutcome
-from kvstore.catalog.books import ORDERS, FileBook
+from kvstore.catalog.coordination import OPERATOR_RULES, FileTextStore
 from kvstore.eviction.holdings import Quota
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
@@ -58,7 +58,9 @@ async def test_discarding_good_records_stores_nothing_past_the_quota(
 ) -> None:
     """A tenant with a quota of 2 MiB saves 80 records, 16 MB, and calls each of them bad: what is kept of them is
     little of its quota, and none is served any more."""
-    operator_rules = OperatorRules(FileBook(tmp_path, ORDERS), {"red": Quota(0, QUOTA_BYTES)}, Instruments())
+    operator_rules = OperatorRules(
+        FileTextStore(tmp_path, OPERATOR_RULES), {"red": Quota(0, QUOTA_BYTES)}, Instruments()
+    )
     async with tier_of(place, tmp_path, shared_redis) as cold:
         store = TieredStore(
             MemoryTier(64 << 20),

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from kvstore.api import SaveOutcome
 from kvstore.catalog.base import Addition, Use
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_redis import RedisPendingLog
+from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -267,7 +267,7 @@ async def test_a_damaged_counter_of_pending_bytes_is_counted_again(
 
 async def test_a_lease_that_never_ends_gets_an_end(shared_redis: RedisServer, tmp_path: Path) -> None:
     """Garbage without an expiry under a lease's name keeps nobody from the work for ever."""
-    from kvstore.catalog.ownership_redis import RedisOwnership
+    from kvstore.catalog.redis.coordination import RedisOwnership
 
     async with Redis.from_url(shared_redis.url) as client:
         for damage in (lambda name: client.set(name, b"garbage"), lambda name: client.lpush(name, b"x")):

@@ -83,5 +83,5 @@ def draw_plan(numbers: random.Random) -> Plan:
         may_lose=numbers.random() < 0.25,
     )
     # drawn last, so that all before is as it was
-    admission = numbers.choice(("auto", "auto", "second_sight", "second_sight", "by_size"))
+    admission = numbers.choice(("auto", "auto", "second_sight", "second_sight", "all"))
     return replace(plan, sizes=replace(sizes, admission=admission))

@@ -6,10 +6,9 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.errors import KVStoreError
-from kvstore.eviction.admission import AdmitAll
-from kvstore.eviction.candidates import AUTO
+from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
@@ -122,7 +121,7 @@ class Service:
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
         stack.push_async_callback(background.aclose)
-        self.reconciler = Reconciler(catalog, meters, look_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(catalog, meters, period_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
         rule = self.sizes.admission
         own_rule = AdmitAll.name if rule == AUTO else rule

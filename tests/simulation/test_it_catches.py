@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.api import Ack, LeaseId, Retention, SaveOutcome
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey

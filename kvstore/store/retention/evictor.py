@@ -63,7 +63,7 @@ class Evictor:
             indexes = [index for index in part if index not in stay]
             place = {index: at for at, index in enumerate(indexes)}
             leaving = [victims[index].leaving(place) for index in indexes]
-            hidden = await self._catalog.start_leaving_all(leaving, _LEVEL, deadline=self._deadline())
+            hidden = await self._catalog.start_leaving(leaving, _LEVEL, deadline=self._deadline())
             entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
             deleted = await self._delete_all(entries, victims)
             freed += sum(entries[index].num_bytes(_LEVEL) for index in deleted)
@@ -112,7 +112,7 @@ class Evictor:
             self.has_unfinished = True
             return None
         self._is_failing = False
-        freed = await self._catalog.finish_leaving_all(leaving, _LEVEL, deadline=self._deadline())
+        freed = await self._catalog.finish_leaving(leaving, _LEVEL, deadline=self._deadline())
         for entry, reason in leaving:
             why, num_bytes = reason.name.lower(), entry.num_bytes(_LEVEL)
             self._meters.add("retention_boundaries", tier=self._tier.name, reason=why)

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from kvstore.catalog.base import BoundaryEntry, Catalog
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
@@ -180,7 +180,7 @@ class RetentionOwner:
         return freed
 
     async def _read_totals(self) -> tuple[dict[NamespaceId, int], dict[bytes, str], int]:
-        """The bytes and the tenant of each namespace, and the bytes to evict; the gate and the policy learn the totals."""
+        """The bytes and the tenant of each namespace, and the bytes to evict. Gate and policy learn the totals."""
         ended_bytes = self._gate.ended_bytes if self._gate is not None else 0
         totals = await self._catalog.totals(deadline=self._deadline())
         tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}

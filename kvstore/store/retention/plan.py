@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
+from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.collector import let_go
 from kvstore.runtime.split_dict import SplitDict
@@ -126,7 +126,7 @@ def plan_eviction(
     del chosen
     held.let_go()
     let_go(place)
-    holdings.let_go()
+    holdings.discard()
     return EvictionPlan(victims, is_enough)
 
 

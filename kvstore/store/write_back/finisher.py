@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingEntry, PendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog
 from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, RecordKey

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey

@@ -17,12 +17,12 @@ from typing import Literal
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.names import ROOT, format_name, manifest_name, parse_name
+from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, parse_name
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.filesystem.index import Held, IndexLog, pack_key
+from kvstore.tiers.filesystem.index import Held, IndexLog
 from kvstore.tiers.verify import is_same, open_or_reason
 
 __all__ = ["Fsync", "RecordFiles"]

@@ -20,34 +20,22 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.format.names import PACKED_KEY_BYTES, pack_key, unpack_key
+from kvstore.model.keys import RecordKey
 
-__all__ = ["ENTRY_BYTES", "Held", "Index", "IndexLog", "cost_bytes", "pack_key", "replay", "unpack_key"]
+__all__ = ["ENTRY_BYTES", "Held", "Index", "IndexLog", "cost_bytes", "replay"]
 
 Held = dict[bytes, int]
 """Bytes of each record by its packed key, oldest first."""
 
 _HEAD = struct.Struct("<4sHHQ16s16s16x")  # magic, version, clean, entries of the snapshot, their checksum, boot
 _ENTRY = struct.Struct("<52sIB3xI")  # packed key, bytes, kind, checksum of what precedes it
-_KEY = struct.Struct("<16s32sHH")
 _MAGIC, _VERSION = b"KVI1", 1
 _ADDED, _REMOVED = 1, 2
 ENTRY_BYTES = _ENTRY.size
-_KEY_BYTES = _KEY.size
 _TAIL_ENTRIES_MIN = 1 << 17
 """The tail is merged into the snapshot once it is longer than this (8 MiB) and than twice the snapshot."""
 assert _HEAD.size == ENTRY_BYTES == 64
-
-
-def pack_key(key: RecordKey) -> bytes:
-    """The key in 52 bytes."""
-    return _KEY.pack(key.namespace, key.prefix, key.group, key.slice)
-
-
-def unpack_key(packed: bytes) -> RecordKey:
-    """The inverse of `pack_key`."""
-    namespace, prefix, group, slice_ = _KEY.unpack(packed)
-    return RecordKey(NamespaceId(namespace), PrefixHash(prefix), group, slice_)
 
 
 def replay(data: bytes, boot: bytes) -> Held | None:
@@ -82,8 +70,8 @@ def replay(data: bytes, boot: bytes) -> Held | None:
 
 def _snapshot(data: bytes, stop: int) -> Held:
     """The snapshot's entries. Without a Python loop over fields: a million entries take about half a second."""
-    sizes = np.frombuffer(data, "<u4", (stop - _HEAD.size) // 4, _HEAD.size)[_KEY_BYTES // 4 :: ENTRY_BYTES // 4]
-    keys = (data[at : at + _KEY_BYTES] for at in range(_HEAD.size, stop, ENTRY_BYTES))
+    sizes = np.frombuffer(data, "<u4", (stop - _HEAD.size) // 4, _HEAD.size)[PACKED_KEY_BYTES // 4 :: ENTRY_BYTES // 4]
+    keys = (data[at : at + PACKED_KEY_BYTES] for at in range(_HEAD.size, stop, ENTRY_BYTES))
     return dict(zip(keys, sizes.tolist(), strict=True))
 
 

@@ -16,8 +16,8 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError, RedisError
 
 from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.format.names import manifest_name
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.background import Background
 from kvstore.tiers.locations import RedisLocation
 

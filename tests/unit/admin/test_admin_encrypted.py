@@ -10,8 +10,7 @@ from kvstore.api import Ack
 from kvstore.compose import open_served_store
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
-from kvstore.model.keys import Boundary, RecordKey
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import Boundary, PlainChain, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, admin_port
 from kvstore.service.server import Server

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstore.catalog.books import JOBS, FileBook
+from kvstore.catalog.coordination import JOBS, FileTextStore
 from kvstore.cli.main import main
 from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobState, Progress
 from kvstore.testing.servers.ports import free_ports
@@ -39,7 +39,7 @@ class HandClock:
         return 1000 * self.now_s
 
 
-class SharedJobs(FileBook):
+class SharedJobs(FileTextStore):
     """As if others wrote to it too."""
 
     is_shared = True
@@ -166,7 +166,7 @@ async def test_whose_service_is_gone(tmp_path: Path) -> None:
 
 async def test_one_that_is_done_makes_up_for_those_of_the_same_aim(tmp_path: Path) -> None:
     """And for no other's: another tier, another tenant. One that failed makes up for none."""
-    keeper = JobKeeper(FileBook(tmp_path, JOBS), HOME, HandClock())
+    keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME, HandClock())
     kept = [job_of(2, JobKind.DRAIN, tier="hot"), job_of(3, JobKind.DRAIN, tenant="red", tier="cold")]
     for job in (job_of(1, JobKind.DRAIN, tier="cold"), *kept):
         await keeper.write(job)
@@ -184,9 +184,9 @@ async def test_a_book_that_does_not_answer_costs_no_job_anything(
 ) -> None:
     """It is said once. What a later release has written there is passed over."""
     (tmp_path / "jobs.json").write_text('{"a": "{", "b": "[]", "c": "{\\"kind\\": \\"unheard\\"}"}')
-    assert await JobKeeper(FileBook(tmp_path, JOBS), HOME).interrupted(()) == []
+    assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
     (tmp_path / "jobs.json").write_text("{")
-    keeper = JobKeeper(FileBook(tmp_path, JOBS), HOME)
+    keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME)
     job = job_of(1)
     await keeper.write(job)
     await keeper.ended(job)

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.catalog.base import Addition, Step
 from kvstore.catalog.entry import Level
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.client import connect
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack
-from kvstore.catalog.base import Catalog, LeaveReason, Removal
+from kvstore.catalog.base import Catalog, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import seal
-from kvstore.model.keys import Boundary, RecordKey
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import Boundary, PlainChain, RecordKey
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of, soon
@@ -175,7 +174,8 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     await made.store.operations.delete([key], Level.COLD, deadline=soon())
     await catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
     cut = await made.save(Prompt(ATTENTION, "cut", 64, tenant="red", model="cut"))
-    await catalog.start_leaving(cut.namespace, cut.boundary(64).prefix, Level.COLD, deadline=soon())
+    leaving = Leaving(cut.namespace, cut.boundary(64).prefix)
+    await catalog.start_leaving([leaving], Level.COLD, deadline=soon())
     lost = await made.save(Prompt(ATTENTION, "lost", 64, tenant="red", model="lost"))
     await catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()

@@ -14,9 +14,8 @@ from kvstore.catalog.base import Use
 from kvstore.catalog.entry import Level
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
-from kvstore.model.keys import RecordKey
-from kvstore.model.prefix_chain import PlainChain
-from kvstore.model.spans import Span
+from kvstore.model.keys import PlainChain, RecordKey
+from kvstore.model.layout import Span
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 

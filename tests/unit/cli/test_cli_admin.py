@@ -19,7 +19,7 @@ import pytest
 
 from kvstore.api import Outcome
 from kvstore.cli.main import main
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
 from kvstore.service.credentials import Grant

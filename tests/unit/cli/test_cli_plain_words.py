@@ -75,7 +75,7 @@ def test_numbers_have_their_nouns() -> None:
 def test_simulate_names_all_policies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["simulate", str(tmp_path / "x.jsonl"), "--policy", "foo"]) == 2
     said = capsys.readouterr().err
-    assert all(policy in said for policy in ("auto", "clairvoyant", "lru", "s3fifo", "flops_per_byte"))
+    assert all(policy in said for policy in ("auto", "clairvoyant", "lru", "flops_per_byte"))
 
 
 async def test_unpin_and_quota_say_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -16,7 +16,7 @@ from connector.scheduler.load_plan import plan_load
 from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
 from kvstore.api import PrefixQuery, Staged
-from kvstore.model.spans import span_ending_at
+from kvstore.model.layout import span_ending_at
 from tests.unit.connector.device_contract import Cache
 from tests.unit.connector.support import (
     BLOCK,

@@ -20,7 +20,7 @@ from kvstore.api import LeaseId, Staged
 from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Recurrent, SlidingWindow
-from kvstore.model.spans import span_ending_at
+from kvstore.model.layout import span_ending_at
 
 BLOCK = 16
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from store_world import LIMITS, MIB, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
-from kvstore.catalog.ownership import SoleOwnership
+from kvstore.catalog.coordination import SoleOwnership
 from kvstore.errors import Unavailable
 from kvstore.eviction.candidates import CANDIDATES, Candidate
 from kvstore.format.record import Record
@@ -48,7 +48,7 @@ class Clock:
         return round(1000 * self.now_s)
 
 
-class World:
+class AdmissionSetup:
     """Tiers that any number of services share, each with a memory and an admission of its own."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
@@ -83,7 +83,7 @@ class World:
 class Service:
     """A store of one node."""
 
-    def __init__(self, world: World, rule: str, has_hot: bool, limits: StoreLimits, memory_bytes: int) -> None:
+    def __init__(self, world: AdmissionSetup, rule: str, has_hot: bool, limits: StoreLimits, memory_bytes: int) -> None:
         self.meters = Meters()
         self.parents: dict[PrefixHash, PrefixHash] = {}
         self.admission = ColdAdmission(rule, Instruments(meters=self.meters), self.parents.get)
@@ -111,9 +111,9 @@ class Service:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[AdmissionSetup]:
     async with AsyncExitStack() as stack:
-        yield World(stack)
+        yield AdmissionSetup(stack)
 
 
 def keys_of(*prompts: Prompt) -> set[RecordKey]:
@@ -121,7 +121,7 @@ def keys_of(*prompts: Prompt) -> set[RecordKey]:
 
 
 @pytest.mark.parametrize("layout", [ATTENTION, HYBRID])
-async def test_what_is_seen_once_stays_where_writing_is_cheap(world: World, layout: Layout) -> None:
+async def test_what_is_seen_once_stays_where_writing_is_cheap(world: AdmissionSetup, layout: Layout) -> None:
     """The hot tier gets every record, may let each go at once, and no pending entry stands for any; the cold tier gets
     none; the prompt is served all the same.
     """
@@ -137,7 +137,7 @@ async def test_what_is_seen_once_stays_where_writing_is_cheap(world: World, layo
 
 
 @pytest.mark.parametrize("whose", ["memory", "another service's", "the hot tier alone"])
-async def test_what_is_seen_again_is_brought_with_its_start(world: World, whose: str) -> None:
+async def test_what_is_seen_again_is_brought_with_its_start(world: AdmissionSetup, whose: str) -> None:
     """A longer prompt begins like one that was saved before, by whichever service: all of the first one goes to the
     cold tier, and what is new of the second one does not.
     """
@@ -154,7 +154,7 @@ async def test_what_is_seen_again_is_brought_with_its_start(world: World, whose:
     await world.arrive(keys_of(longer))
 
 
-async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: World) -> None:
+async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: AdmissionSetup) -> None:
     """No hot tier, and memory has let go of a prompt before it comes again: that it was seen is remembered."""
     prompt, filler = Prompt(ATTENTION, "a", 320), Prompt(ATTENTION, "b", 320)
     limits = replace(LIMITS, stage_bytes=8 * 1024)
@@ -169,7 +169,7 @@ async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: World)
 
 
 @pytest.mark.parametrize("ack", [Ack.HOT, Ack.COLD])
-async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: World, ack: Ack) -> None:
+async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: AdmissionSetup, ack: Ack) -> None:
     """The start of a prompt was declined; its end is saved at `hot` or `cold`: both are in the cold tier then."""
     prompt = Prompt(HYBRID, "a", 320)
     service = await world.service(prompt)
@@ -184,7 +184,7 @@ async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: World, 
 
 
 @pytest.mark.parametrize("ack", [Ack.HOT, Ack.COLD])
-async def test_what_was_declined_is_promised_later(world: World, ack: Ack) -> None:
+async def test_what_was_declined_is_promised_later(world: AdmissionSetup, ack: Ack) -> None:
     """The same record, once for memory alone and once at a level: it reaches the cold tier, and until then the hot tier
     keeps it.
     """
@@ -197,7 +197,7 @@ async def test_what_was_declined_is_promised_later(world: World, ack: Ack) -> No
     await world.arrive(keys_of(prompt))
 
 
-async def test_a_rule_that_ends_leaves_no_hole(world: World) -> None:
+async def test_a_rule_that_ends_leaves_no_hole(world: AdmissionSetup) -> None:
     """A start was declined; then everything is let in: whoever goes on with that prompt brings the start."""
     prompt, longer = Prompt(HYBRID, "a", 320), Prompt(HYBRID, "a", 640)
     service = await world.service(prompt)
@@ -207,7 +207,7 @@ async def test_a_rule_that_ends_leaves_no_hole(world: World) -> None:
     await world.arrive(keys_of(longer))
 
 
-async def test_nothing_is_declined_by_default(world: World) -> None:
+async def test_nothing_is_declined_by_default(world: AdmissionSetup) -> None:
     """`all`: every record goes everywhere, and a lookup has nothing to bring."""
     prompt = Prompt(ATTENTION, "a", 320)
     service = await world.service(prompt, "all")
@@ -218,20 +218,7 @@ async def test_nothing_is_declined_by_default(world: World) -> None:
     assert service.meters.get("admitted_later_records") == 0
 
 
-async def test_short_prompts_are_declined_by_size(world: World) -> None:
-    """`by_size`: a prompt of 1,024 tokens is written, one of 960 is not until a longer one begins with it."""
-    short, long = Prompt(ATTENTION, "a", 960), Prompt(ATTENTION, "b", 1024)
-    service = await world.service(short, "by_size")
-    await service.serve(short)
-    assert world.cold.keys_put == []
-    await service.serve(long)
-    await world.arrive(keys_of(long))
-    longer = Prompt(ATTENTION, "a", 1088)
-    await service.serve(longer)
-    await world.arrive(keys_of(long, longer))
-
-
-async def test_what_is_for_a_short_time_is_not_brought(world: World) -> None:
+async def test_what_is_for_a_short_time_is_not_brought(world: AdmissionSetup) -> None:
     """A record that was saved for a short time stays in memory, however often it is seen."""
     prompt = Prompt(ATTENTION, "a", 320)
     service = await world.service(prompt)
@@ -240,7 +227,7 @@ async def test_what_is_for_a_short_time_is_not_brought(world: World) -> None:
     assert (world.hot.keys_put, world.cold.keys_put) == ([], [])
 
 
-async def test_what_finds_no_room_in_the_queue_is_brought_when_it_is_seen_again(world: World) -> None:
+async def test_what_finds_no_room_in_the_queue_is_brought_when_it_is_seen_again(world: AdmissionSetup) -> None:
     """The cold tier is away when a prompt is seen again, and the queue to it is short."""
     prompt = Prompt(ATTENTION, "a", 320)
     limits = replace(LIMITS, write_back_bytes=6 * 1192, write_back_attempts=1_000_000)
@@ -256,7 +243,7 @@ async def test_what_finds_no_room_in_the_queue_is_brought_when_it_is_seen_again(
     await world.arrive(keys_of(prompt))
 
 
-async def test_generated_tokens_are_brought_with_the_next_turn(world: World) -> None:
+async def test_generated_tokens_are_brought_with_the_next_turn(world: AdmissionSetup) -> None:
     """Records behind a prompt's end, which no lookup asked for, are declined; the next turn of the conversation asks
     for them, and they are there.
     """
@@ -317,22 +304,20 @@ class TestTheRule:
         assert ownership.num_asked == 1
 
     async def test_an_unknown_word_is_not_followed(self) -> None:
-        """An owner of a later version may say what is not known here, and one of an earlier version says nothing."""
+        """An owner of another version may announce a rule that this one does not have, or none."""
         clock, books, namespace = Clock(), LeaseBooks(), NamespaceId(bytes(16))
-        admission = self.admission(clock, "by_size")
-        for word in ("on_third_sight", ""):
+        admission = self.admission(clock, "second_sight")
+        for word in ("on_third_sight", "by_size", ""):
             books.held["lease"] = "the owner", clock.now_s + 60, word
             await admission.agree({namespace: "lease"}, "all", DictOwnership(books, lease_s=9.0, clock=clock), soon())
-            assert admission.rule_of(namespace) == "by_size"
+            assert admission.rule_of(namespace) == "second_sight"
             clock.now_s += 4
 
     def test_a_choice_has_what_its_settings_name(self) -> None:
-        """Either setting may be `auto`; `auto` does not try admission by size, which can still be named."""
+        """Either setting may be `auto`."""
         assert candidates_of("auto", "auto") == list(CANDIDATES)
         assert candidates_of("lru", "second_sight") == [Candidate("lru", "second_sight")]
-        assert candidates_of("s3fifo", "auto") == [Candidate("s3fifo"), Candidate("s3fifo", "second_sight")]
-        assert {one.admission for one in candidates_of("auto", "by_size")} == {"by_size"}
-        assert len(candidates_of("auto", "by_size")) == 3
+        assert candidates_of("lru", "auto") == [Candidate("lru"), Candidate("lru", "second_sight")]
 
     @pytest.mark.parametrize("setting", ["auto", "second_sight"])
     async def test_auto_declines_only_where_the_tier_is_nearly_full(self, setting: str) -> None:

@@ -11,10 +11,10 @@ from typing import TypeVar
 import pytest
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import LeaveReason
+from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingEntry
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.pending import PendingEntry
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
@@ -38,7 +38,7 @@ def soon() -> Deadline:
 
 
 @dataclass
-class World:
+class CataloguedStore:
     """Two tiers of memory that stand for the shared ones, and the store of one node."""
 
     catalog: SqliteCatalog
@@ -61,7 +61,7 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path) -> AsyncIterator[CataloguedStore]:
     meters = Meters()
     catalog = SqliteCatalog(tmp_path / "catalog.db")
     recorder = Recorder(catalog, Instruments(meters=meters))
@@ -75,13 +75,13 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         recorder=recorder,
         instruments=Instruments(meters=meters),
     )
-    yield World(catalog, recorder, hot, cold, memory, store)
+    yield CataloguedStore(catalog, recorder, hot, cold, memory, store)
     await store.aclose()
     await recorder.aclose()
     await catalog.aclose()
 
 
-async def test_what_is_saved_is_in_the_catalog(world: World) -> None:
+async def test_what_is_saved_is_in_the_catalog(world: CataloguedStore) -> None:
     """Both levels, exact bytes, positions and parents; a save of the same records again changes nothing."""
     prompt = Prompt(HYBRID, "a", 200)
     await world.save(prompt)
@@ -97,7 +97,7 @@ async def test_what_is_saved_is_in_the_catalog(world: World) -> None:
     assert tail is not None and tail.parent == prompt.boundary(128).prefix
 
 
-async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: World) -> None:
+async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: CataloguedStore) -> None:
     """Another node's memory is empty: the lookup is answered without a head, in full, with sizes and tiers."""
     prompt = Prompt(HYBRID, "a", 200)
     await world.save(prompt)
@@ -115,7 +115,7 @@ async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: World) ->
 
 
 async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most boundaries end no page: the pages are asked for first, then what can still matter; the answer is one."""
     prompt = Prompt(HYBRID, "a", 1000)
@@ -139,7 +139,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
 
 
 @pytest.mark.parametrize("trouble", ["empty", "closed"])
-async def test_without_an_answer_the_tiers_are_asked(world: World, trouble: str) -> None:
+async def test_without_an_answer_the_tiers_are_asked(world: CataloguedStore, trouble: str) -> None:
     """A catalog that was lost, or that does not answer, costs nothing but its own question."""
     prompt = Prompt(ATTENTION, "a", 250)
     await world.save(prompt)
@@ -154,7 +154,7 @@ async def test_without_an_answer_the_tiers_are_asked(world: World, trouble: str)
     assert staged.resume_tokens == 240 and staged.sources == {"hot": 8}
 
 
-async def test_a_record_that_is_gone_is_taken_off(world: World) -> None:
+async def test_a_record_that_is_gone_is_taken_off(world: CataloguedStore) -> None:
     """The catalog tells of a record that both media have lost: the stage is shorter, and the next lookup knows."""
     prompt = Prompt(ATTENTION, "a", 256)
     await world.save(prompt)
@@ -172,7 +172,7 @@ async def test_a_record_that_is_gone_is_taken_off(world: World) -> None:
     assert reasons == {LeaveReason.LOST}
 
 
-async def test_reads_are_counted(world: World) -> None:
+async def test_reads_are_counted(world: CataloguedStore) -> None:
     """What is staged is used: hits, in one batch, for each boundary once a stage."""
     prompt = Prompt(ATTENTION, "a", 128)
     await world.save(prompt)
@@ -183,7 +183,9 @@ async def test_reads_are_counted(world: World) -> None:
     assert entry is not None and entry.hits == 2
 
 
-async def test_changes_wait_for_a_catalog_that_comes_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_wait_for_a_catalog_that_comes_back(
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The catalog refuses for a while: saves go on, and it learns of them in the end."""
     prompt = Prompt(ATTENTION, "a", 128)
     await world.store.open_namespace(prompt.description, deadline=soon())
@@ -205,25 +207,26 @@ async def test_changes_wait_for_a_catalog_that_comes_back(world: World, monkeypa
     assert [level.num_records for level in totals.levels] == [4, 4]
 
 
-async def test_a_put_into_a_leaving_boundary_is_tried_again(world: World) -> None:
+async def test_a_put_into_a_leaving_boundary_is_tried_again(world: CataloguedStore) -> None:
     """A record that is written while its boundary is being deleted is refused, and stored once that has ended."""
     prompt = Prompt(ATTENTION, "a", 64)
     await world.save(prompt)
-    where = (prompt.namespace, prompt.boundary(64).prefix, Level.COLD)
-    assert await world.catalog.start_leaving(*where, deadline=soon()) is not None
+    leaving = Leaving(prompt.namespace, prompt.boundary(64).prefix)
+    (hidden,) = await world.catalog.start_leaving([leaving], Level.COLD, deadline=soon())
+    assert hidden is not None
     tier = CataloguedTier(world.cold, Level.COLD, world.recorder)
     record = prompt.record(64)
     with pytest.raises(Unavailable, match="being deleted"):
         await tier.put(record, deadline=soon())
     for one in prompt.records():
         await world.cold.delete(one.key, deadline=soon())
-    await world.catalog.finish_leaving(*where, LeaveReason.EVICTED, deadline=soon())
+    await world.catalog.finish_leaving([(hidden, LeaveReason.EVICTED)], Level.COLD, deadline=soon())
     await asyncio.gather(*(tier.put(one, deadline=soon()) for one in prompt.records()))
     entry = await world.catalog.get(prompt.namespace, prompt.boundary(64).prefix, deadline=soon())
     assert entry is not None and entry.num_records(Level.COLD) == 2
 
 
-async def test_records_that_nobody_told_of_cost_one_miss(world: World) -> None:
+async def test_records_that_nobody_told_of_cost_one_miss(world: CataloguedStore) -> None:
     """A backup was restored behind a complete catalog: the lookup finds nothing, the save finds the records there, and
     from then on they are known, with their own bytes.
     """
@@ -266,7 +269,7 @@ async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
 
 
 async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalog does not answer, so a save goes on; when it does, retention of another service is just deleting what
     the boundary had before. The record that came since is not deleted: the catalog learns of it, if later."""
@@ -276,15 +279,13 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
     await world.store.open_namespace(prompt.description, deadline=soon())
     await world.store.save(before, ack=Ack.COLD, deadline=soon())
     await world.store.drain(soon())
-    boundary = (prompt.namespace, since.key.prefix, Level.COLD)
-    add, is_leaving = world.catalog.add, False
+    boundary = (prompt.namespace, since.key.prefix)
+    add, hidden = world.catalog.add, list[BoundaryEntry | None]()
 
     async def refuse(additions, *, deadline):  # type: ignore[no-untyped-def]
-        nonlocal is_leaving
-        if additions[0].level is not Level.COLD or is_leaving:
+        if additions[0].level is not Level.COLD or hidden:
             return await add(additions, deadline=deadline)
-        is_leaving = True
-        await world.catalog.start_leaving(*boundary, deadline=soon())
+        hidden.extend(await world.catalog.start_leaving([Leaving(*boundary)], Level.COLD, deadline=soon()))
         raise Unavailable("not now")
 
     monkeypatch.setattr(world.catalog, "add", refuse)
@@ -293,14 +294,17 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
         while not world.recorder.num_refused:
             await asyncio.sleep(0.01)
         await world.cold.inner.delete(before.key, deadline=soon())
-        await world.catalog.finish_leaving(*boundary, LeaveReason.EVICTED, deadline=soon())
+        gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
+        await world.catalog.finish_leaving(gone, Level.COLD, deadline=soon())
         while (await world.catalog.totals(deadline=soon()))[prompt.namespace].levels[Level.COLD].num_records != 1:
             await asyncio.sleep(0.01)
-    entry = await world.catalog.get(*boundary[:2], deadline=soon())
+    entry = await world.catalog.get(*boundary, deadline=soon())
     assert entry is not None and entry.keys(Level.COLD) == [since.key]
 
 
-async def test_what_leaves_while_it_is_put_again_does_not_exist(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_leaves_while_it_is_put_again_does_not_exist(
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tier tells that it has a record, and drops it before it is asked how large that is: the save is not told that
     the record exists."""
     prompt = Prompt(ATTENTION, "a", 64)

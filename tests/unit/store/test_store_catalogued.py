@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from store_world import slow_tier, soon
+from store_harness import slow_tier, soon
 
 from kvstore.catalog.base import Addition, Removal
 from kvstore.catalog.entry import Level

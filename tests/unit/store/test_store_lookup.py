@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from store_world import MIB, fill, opened, slow_tier, soon, stage
+from store_harness import MIB, fill, opened, slow_tier, soon, stage
 
 from kvstore.api import SaveOutcome
 from kvstore.catalog.entry import EntryTable

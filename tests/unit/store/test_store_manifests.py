@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_world import LIMITS, MIB, slow_tier, soon, until
+from store_harness import LIMITS, MIB, slow_tier, soon, until
 
 from kvstore.format.manifest import pack_manifest
 from kvstore.runtime.instruments import Instruments

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from kvstore.api import PrefixQuery
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.coverage import longest_resumable, records_to_resume
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.store.limits import StoreLimits
 from kvstore.store.namespaces import check_header
 from kvstore.store.placement import affordable_resume, gaps, inner_probes, page_probes, spread
 from kvstore.store.placement import fill as fill_gaps
 from kvstore.store.staging import next_window
+from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back.queue import backoff_s
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+from kvstore.tiers.memory import MemoryTier
 
 
 @given(st.integers(0, 600), st.integers(2, 64))

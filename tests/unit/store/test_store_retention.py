@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, World, open_world
+from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RetainedTier, open_retained
 
 from kvstore.api import PrefixQuery
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Use
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash
@@ -39,19 +39,19 @@ class NobodysOwnership(Ownership):
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    async with open_world(tmp_path) as world:
+async def world(tmp_path: Path) -> AsyncIterator[RetainedTier]:
+    async with open_retained(tmp_path) as world:
         yield world
 
 
-async def test_under_the_budget_nothing_leaves(world: World) -> None:
+async def test_under_the_budget_nothing_leaves(world: RetainedTier) -> None:
     """A level with room is left alone."""
     path = await world.save("a", 4)
     assert await world.retention(budget_bytes=5 * BOUNDARY_BYTES).round() == 0
     assert await world.held(path) == [3, 3, 3, 3]
 
 
-async def test_ends_leave_first_and_wholly(world: World) -> None:
+async def test_ends_leave_first_and_wholly(world: RetainedTier) -> None:
     """The oldest prompt shrinks from its end, each boundary with pages and state; catalog and tier agree on the sum."""
     old, new = await world.save("old", 5), await world.save("new", 5)
     rules = {"budget_bytes": 8 * BOUNDARY_BYTES, "start_share": 1.0, "stop_share": 0.9}
@@ -64,7 +64,7 @@ async def test_ends_leave_first_and_wholly(world: World) -> None:
     assert {tombstone.reason for tombstone in tombstones} == {LeaveReason.EVICTED}
 
 
-async def test_ten_times_the_budget_stays_within_it(world: World) -> None:
+async def test_ten_times_the_budget_stays_within_it(world: RetainedTier) -> None:
     """Prompts come and come: the level stays within its budget, and every boundary that is left is whole."""
     budget = 20 * BOUNDARY_BYTES
     retention = world.retention(budget_bytes=budget)
@@ -82,7 +82,7 @@ async def test_ten_times_the_budget_stays_within_it(world: World) -> None:
         assert set(held) <= {0, 3}
 
 
-async def test_a_pinned_prefix_stays_with_all_below(world: World) -> None:
+async def test_a_pinned_prefix_stays_with_all_below(world: RetainedTier) -> None:
     """A pin in the middle of the oldest prompt keeps its start; what is behind the pin goes."""
     old, new = await world.save("old", 4), await world.save("new", 4)
     await world.catalog.pin(NAMESPACE, [old[1]], world.clock.now_s + 100, deadline=world.deadline)
@@ -95,7 +95,7 @@ async def test_a_pinned_prefix_stays_with_all_below(world: World) -> None:
     assert await world.held(old) == [0, 0, 0, 0]
 
 
-async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(world: World) -> None:
+async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(world: RetainedTier) -> None:
     """Others' writes take nothing of a tenant with a quota; its own take its oldest."""
     first = await world.save("paying, first", 3, OTHER)
     others = [await world.save(f"free {number}", 3) for number in range(5)]
@@ -111,7 +111,7 @@ async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(worl
     assert [await world.held(path) for path in others] == before
 
 
-async def test_what_is_not_used_for_its_time_to_live_leaves(world: World) -> None:
+async def test_what_is_not_used_for_its_time_to_live_leaves(world: RetainedTier) -> None:
     """Read boundaries live on, the rest of their prompt expires."""
     path = await world.save("a", 3)
     world.clock.now_s += 100
@@ -122,17 +122,17 @@ async def test_what_is_not_used_for_its_time_to_live_leaves(world: World) -> Non
     assert tombstone.reason is LeaveReason.EXPIRED
 
 
-async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World) -> None:
+async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: RetainedTier) -> None:
     """A boundary that is read between the plan and its turn stays, and so does what it stands on."""
     path = await world.save("a", 3)
 
     class Reader(SqliteCatalog):
         """The same file, where somebody reads the end of the prompt as soon as the entries were listed."""
 
-        async def start_leaving_all(self, *arguments: object, **options: object) -> list[BoundaryEntry | None]:
+        async def start_leaving(self, *arguments: object, **options: object) -> list[BoundaryEntry | None]:
             world.clock.now_s += 10
             await self.use(NAMESPACE, [Use(path[2], 1)], deadline=world.deadline)
-            return await super().start_leaving_all(*arguments, **options)  # type: ignore[arg-type]
+            return await super().start_leaving(*arguments, **options)  # type: ignore[arg-type]
 
     own, world.catalog = world.catalog, Reader(world.path, clock=world.clock)
     await world.catalog.register(NAMESPACE, LAYOUT, "", deadline=world.deadline)
@@ -142,7 +142,7 @@ async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World
     world.catalog = own
 
 
-async def test_only_the_owner_evicts(world: World) -> None:
+async def test_only_the_owner_evicts(world: RetainedTier) -> None:
     """Where somebody else has the lease, nothing is touched."""
     path = await world.save("a", 3)
     retention = world.retention(NobodysOwnership(), budget_bytes=1)
@@ -158,14 +158,14 @@ async def test_rules_that_make_no_sense_are_refused() -> None:
 
 
 async def test_auto_follows_the_lookups_of_this_node() -> None:
-    """Prompts that never come again drown a few that do: s3fifo, which lets newcomers wait, is followed."""
+    """Most prompts are short and never return; they evict the few long ones that do, except under one policy."""
     choice = AutoChoice()
     assert choice.make_policy().name == "lru"
     for number in range(2500):
-        talk = f"kept {number % 3}" if number % 5 == 0 else f"once {number}"
-        path = [Boundary(16 * n, PrefixHash(hashlib.sha256(f"{talk} {n}".encode()).digest())) for n in range(1, 7)]
-        query = PrefixQuery(NAMESPACE, tuple(path), 0, 96, 16)
+        talk, first = (f"kept {number % 3}", 101) if number % 5 == 0 else (f"once {number}", 1)
+        names = {16 * n: PrefixHash(hashlib.sha256(f"{talk} {n}".encode()).digest()) for n in range(first, first + 6)}
+        query = PrefixQuery(NAMESPACE, tuple(Boundary(*one) for one in names.items()), 0, 16 * first + 80, 16)
         choice.observe(query, LAYOUT)
         if number % 500 == 499:
             await choice.settle(48 * BOUNDARY_BYTES, BOUNDARY_BYTES, is_near=True)
-    assert choice.make_policy().name == "s3fifo"
+    assert choice.make_policy().name == "flops_per_byte"

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.format.names import format_name
+from kvstore.format.names import format_name, pack_key, unpack_key
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome, TierUsage
 from kvstore.tiers.filesystem import FilesystemTier, index
 from kvstore.tiers.filesystem.files import RecordFiles
-from kvstore.tiers.filesystem.index import ENTRY_BYTES, IndexLog, cost_bytes, pack_key, replay, unpack_key
+from kvstore.tiers.filesystem.index import ENTRY_BYTES, IndexLog, cost_bytes, replay
 
 PAYLOAD_BYTES = 5000
 COST = cost_bytes(make_record(0, PAYLOAD_BYTES).num_bytes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.testing.records import make_key
 from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, is_striped, parts_of, stripe_names, stripe_ranges
 

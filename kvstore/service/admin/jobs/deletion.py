@@ -45,7 +45,6 @@ _CALL_S = 30.0
 _DELETE_S = 10.0
 """A request that deletes much is answered after about this time, with `is_complete` false."""
 _FIND_PINS_S = 30.0
-_WHENEVER_USED = 0xFFFFFFFF
 
 
 class Deleted(BaseModel):
@@ -202,13 +201,13 @@ async def delete_entries(
         if level not in context.operations.tier_names:
             continue
         leaving = [
-            Leaving(namespace.id, entry.prefix, _WHENEVER_USED)
+            Leaving(namespace.id, entry.prefix)
             for entry in entries
             if entry.num_records(level) or level in entry.leaving
         ]
         if not leaving:
             continue
-        found = await catalog.start_leaving_all(leaving, level, deadline=context.soon())
+        found = await catalog.start_leaving(leaving, level, deadline=context.soon())
         hidden = [entry for entry in found if entry is not None]
         try:
             await _delete_hidden(context, hidden, level)
@@ -216,7 +215,7 @@ async def delete_entries(
             await asyncio.shield(_show_again(context, namespace, hidden, level))
             raise
         gone = [(entry, LeaveReason.REMOVED) for entry in hidden]
-        await catalog.finish_leaving_all(gone, level, deadline=context.soon())
+        await catalog.finish_leaving(gone, level, deadline=context.soon())
 
 
 async def _delete_hidden(context: AdminContext, hidden: Sequence[BoundaryEntry], level: Level) -> None:

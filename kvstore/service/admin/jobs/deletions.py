@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.catalog.base import BoundaryEntry, NamespaceTotals
 from kvstore.catalog.entry import PARENT_AT
-from kvstore.model.keys import PREFIX_BYTES, PrefixHash
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import PREFIX_BYTES, PlainChain, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Administrator
 from kvstore.service.admin.catalog_access import Namespace

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.catalog.books import Book
+from kvstore.catalog.coordination import TextStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -162,7 +162,7 @@ class JobKeeper:
         clock: For times.
     """
 
-    def __init__(self, book: Book, place: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, book: TextStore, place: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._book = book
         self._place = place
         self._clock = clock

@@ -11,9 +11,8 @@ from pydantic import BaseModel, Field
 
 from kvstore.catalog.entry import EntryShape, Level
 from kvstore.model.coverage import longest_resumable
-from kvstore.model.keys import Boundary, RecordKey
+from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.model.prefix_chain import LINK_TOKENS, PlainChain
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
