@@ -127,7 +127,7 @@ async def _one(
         remembered.save(level, report.num_records)
         show(report)
 
-    return await reindex_level(catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, tell=tell)
+    return await reindex_level(catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, progress=tell)
 
 
 def _shower(progress: Progress, location: str) -> Callable[[ReindexReport], None]:

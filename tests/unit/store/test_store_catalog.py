@@ -104,7 +104,7 @@ async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: Catalogue
     expected = await world.store.lookup(prompt.query(), deadline=soon())
     await world.catalog.set_complete(True, deadline=soon())
     world.forget_memory()
-    world.store._finder._catalog._asked_s = float("-inf")  # type: ignore[union-attr]
+    world.store._finder._catalog._checked_s = float("-inf")  # type: ignore[union-attr]
     world.hot.down = world.cold.down = True
     found = await world.store.lookup(prompt.query(), deadline=soon())
     assert found.resume_tokens == expected.resume_tokens > 128
@@ -121,7 +121,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
     prompt = Prompt(HYBRID, "a", 1000)
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
-    world.store._finder._catalog._asked_s = float("-inf")  # type: ignore[union-attr]
+    world.store._finder._catalog._checked_s = float("-inf")  # type: ignore[union-attr]
     world.forget_memory()
     asked = []
     lookup = world.catalog.lookup
@@ -159,7 +159,7 @@ async def test_a_record_that_is_gone_is_taken_off(world: CataloguedStore) -> Non
     prompt = Prompt(ATTENTION, "a", 256)
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
-    world.store._finder._catalog._asked_s = float("-inf")  # type: ignore[union-attr]
+    world.store._finder._catalog._checked_s = float("-inf")  # type: ignore[union-attr]
     world.forget_memory()
     for tier in (world.hot, world.cold):
         assert await tier.inner.delete(prompt.key(192, 0, 1), deadline=soon())
