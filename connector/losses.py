@@ -157,7 +157,7 @@ class Losses:
         with self._lock:
             sums, self._sums = self._sums, {}
         for outcome in sums.values():
-            store.tell(outcome)
+            store.report(outcome)
 
     async def _repeat(self, store: PageStore) -> None:
         while True:
@@ -165,7 +165,7 @@ class Losses:
             with self._lock:
                 always = list(self._always.values())
             for outcome in always:
-                store.tell(outcome)
+                store.report(outcome)
 
     def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
         with suppress(Closed):  # at the very end
@@ -173,7 +173,7 @@ class Losses:
 
 
 async def _tell(store: PageStore, outcome: Outcome) -> None:
-    store.tell(outcome)
+    store.report(outcome)
 
 
 def _loss(namespace: NamespaceId, group: int, reason: Lost, detail: Mapping[str, object]) -> Outcome:

@@ -243,7 +243,7 @@ class PageStore(ABC):
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         """Report a bad record (its checksum failed at the reader): every tier quarantines it, none serves it."""
 
-    def tell(self, outcome: Outcome) -> None:  # noqa: B027 - most stores explain nothing
+    def report(self, outcome: Outcome) -> None:  # noqa: B027 - most stores explain nothing
         """Report the outcome of a request, for `explain`. Returns at once, never fails, and may be lost."""
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:

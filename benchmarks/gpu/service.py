@@ -20,7 +20,7 @@ from benchmarks.gpu.kit import GB, Kit
 
 __all__ = ["run"]
 
-NEEDED = ("msgpack", "pydantic_settings", "rich", "typer", "uvloop", "xxhash", "zstandard")
+NEEDED = ("msgpack", "pydantic", "rich", "typer", "uvloop", "xxhash", "zstandard")
 """What the service is made with."""
 
 _WAIT_S = 60.0

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from kvstore.errors import InternalError
-from kvstore.runtime.free_ranges import FreeRanges
+from kvstore.runtime.arena import FreeRanges
 
 __all__ = ["PAGE_ALIGN_BYTES", "HostPages", "PageShare"]
 

@@ -81,7 +81,7 @@ class Outcomes:
                 seen = list(zip(boundaries, answer.groups_present, strict=False))
                 stop = stop_of(self._layout, seen, resume_tokens=told.resume_tokens, cap_tokens=told.cap_tokens)
                 told = replace(told, stop=stop[0], groups=stop[1]) if stop is not None else told
-            store.tell(told)
+            store.report(told)
 
         with suppress(Closed):  # at the very end
             self._bridge.submit(tell)

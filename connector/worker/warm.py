@@ -13,8 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from kvstore.runtime.affinity import leave_pinned_core
-from kvstore.runtime.prefault import populate_paced, spare_bytes
+from kvstore.runtime.machine import leave_pinned_core, populate_paced, spare_bytes
 
 __all__ = ["Warmer", "memory_ranges"]
 

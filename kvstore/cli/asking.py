@@ -13,8 +13,8 @@ import typer
 from kvstore.cli.options import AsJson, Config, TokenFile, token_of
 from kvstore.cli.quieting import quieted
 from kvstore.client import BlockingStore, ClientOptions
-from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.client.remote import EMBEDDED
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings

@@ -28,7 +28,7 @@ from kvstore.doctor import (
     without,
 )
 from kvstore.errors import KVStoreError
-from kvstore.service.secrets import secrets_of
+from kvstore.service.reported_settings import secrets_of
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.tls import ClientTls
 

@@ -27,7 +27,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.settings import Settings
 from kvstore.store.encryption.key_ledger import KeyLedger
-from kvstore.store.encryption.key_ring import KeyRing, open_key_source
+from kvstore.store.encryption.key_ring import KeyRing, watch_keys
 from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
@@ -225,7 +225,7 @@ def _ring(settings: Settings) -> KeyRing:
         raise InvalidRequest(
             "there is nothing to migrate without keys: name the services' key file", field="encryption_keys"
         )
-    return open_key_source(settings.encryption_keys).ring
+    return watch_keys(settings.encryption_keys).value
 
 
 def _bar(*, quiet: bool) -> Bar:

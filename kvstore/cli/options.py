@@ -10,7 +10,7 @@ import typer
 
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.sizes import parse_bytes
-from kvstore.service.token_file import read_token
+from kvstore.service.authentication import read_token
 from kvstore.settings import TOKEN_VARIABLE, Settings
 
 __all__ = ["AsJson", "Config", "TokenFile", "parse_size", "token_of"]

@@ -14,11 +14,11 @@ from kvstore.cli.administering import AdminClient, administered_by
 from kvstore.cli.options import token_of
 from kvstore.cli.quieting import quieted
 from kvstore.client import BlockingStore, ClientOptions
-from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.client.remote import EMBEDDED
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.told_settings import named_credentials, settings_of
+from kvstore.service.reported_settings import named_credentials, settings_of
 from kvstore.settings import Settings, load_settings
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, S3Location
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address

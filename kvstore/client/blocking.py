@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
-from kvstore.client.connecting import EmbeddedOptions, connect
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions
+from kvstore.client.remote import EmbeddedOptions, connect
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.affinity import leave_pinned_core
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.machine import leave_pinned_core
 
 __all__ = ["BlockingStore"]
 
@@ -170,7 +170,7 @@ class BlockingStore:
     def _submit(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Future[Value]:
         if os.getpid() != self._pid:
             raise Closed("this store belongs to another process: make one after the fork", pid=self._pid)
-        with self._lock:  # so that nobody closes the loop between the check and the call
+        with self._lock:  # so that no thread closes the loop between the check and the call
             if self._closed:
                 raise Closed("the client is closed")
             return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)

@@ -11,7 +11,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
 from kvstore.store.encryption.encrypted import EncryptedStore
-from kvstore.store.encryption.key_ring import open_key_source
+from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["open_served_store"]
@@ -33,7 +33,7 @@ async def open_served_store(
         return
     if find_spec("cryptography") is None:
         raise missing_package("encryption", "encryption_keys", "cryptography")
-    keys = open_key_source(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
+    keys = watch_keys(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
     async with open_store(settings, instruments) as store:
         encrypted = EncryptedStore(store, keys)
         try:

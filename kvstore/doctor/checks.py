@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.client.connecting import EMBEDDED
+from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.directory import DIRECTORY_NAMES, directory_check
 from kvstore.doctor.finding import Finding, ok, skipped, warning
 from kvstore.doctor.machine import machine_check

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import kvstore
 from kvstore.client import ClientOptions, connect
-from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.administration import CERTIFICATE_FIX, administration_finding
 from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
 from kvstore.doctor.running import Check, Report
 from kvstore.doctor.saves import judge_saves
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.token_file import read_token
+from kvstore.service.authentication import read_token
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Key, Node
-from kvstore.runtime.collector import let_go
+from kvstore.runtime.pauses import empty_in_pieces
 
 __all__ = ["Holdings", "Pool", "Quota"]
 
@@ -85,7 +85,7 @@ class Holdings:
         """Drop all state piece by piece, so that other threads are not stopped; unusable afterwards."""
         for pool in self._pools.values():
             pool.policy.discard()
-        let_go(self._nodes)
+        empty_in_pieces(self._nodes)
 
     def get(self, key: Key) -> Node | None:
         return self._nodes.get(key)

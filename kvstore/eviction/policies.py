@@ -9,8 +9,7 @@ from itertools import count
 from typing import ClassVar
 
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
 __all__ = ["FlopsPerByte", "FreeNodes", "Lru", "Policy", "PrefillCost"]
 
@@ -154,7 +153,7 @@ class FreeNodes:
 
     def discard(self) -> None:
         """Drop all entries piece by piece."""
-        let_go(self._heap)
+        empty_in_pieces(self._heap)
 
     def _compact(self) -> None:
         first: SplitDict[int, tuple[float, int, Node]] = SplitDict()
@@ -168,7 +167,7 @@ class FreeNodes:
         for entry in first.values():  # `heapify` would stop all other threads until it has finished
             heapq.heappush(kept, entry)
         outdated, self._heap = self._heap, kept
-        let_go(outdated, first)
+        empty_in_pieces(outdated, first)
         self._compact_at = 2 * len(kept) + _SLACK
 
 

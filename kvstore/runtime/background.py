@@ -26,8 +26,8 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 class Background:
     """A set of named tasks that end with their owner.
 
-    A task that raises is logged with its traceback and counted in `failures`, unless somebody awaits it; it never takes
-    its siblings down.
+    A task that raises is logged with its traceback and counted in `failures`, unless it is awaited. It never ends its
+    siblings.
     """
 
     def __init__(self, owner: str) -> None:
@@ -37,7 +37,7 @@ class Background:
         self.failures = 0
 
     def spawn(
-        self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False, is_nobodys: bool = False
+        self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False, is_shared: bool = False
     ) -> asyncio.Task[Any]:
         """Start `work` now.
 
@@ -45,7 +45,7 @@ class Background:
             work: What the task does.
             name: For logs.
             is_awaited: The caller awaits the task and gets its exception, which is then neither logged nor counted.
-            is_nobodys: It works for several callers: it inherits neither this one's request context nor its trace.
+            is_shared: It works for several callers, and inherits neither this one's request context nor its trace.
 
         Raises:
             Closed: The owner is closed; `work` was not started.
@@ -53,7 +53,7 @@ class Background:
         if self._closed:
             work.close()
             raise Closed("the owner of background tasks is closed", owner=self._owner, task=name)
-        context = contextvars.Context() if is_nobodys else None
+        context = contextvars.Context() if is_shared else None
         task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}:{name}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._ended_awaited if is_awaited else self._ended)
@@ -112,10 +112,10 @@ class Background:
 
 
 def on_loose_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A loop's exception handler: its default, but for host names that were not resolved in time.
+    """A loop's exception handler: the default one, except for host names that were not resolved in time.
 
-    Whoever connected has given up and reported it, once; the resolver's answer comes later and would be logged as an
-    error for each attempt.
+    The caller that connected has given up and reported it once. The resolver's answer comes later and would be logged
+    as an error for each attempt.
     """
     if not isinstance(context.get("exception"), socket.gaierror):
         loop.default_exception_handler(context)

@@ -1,4 +1,4 @@
-"""Payload bytes on their way in: a connection's credit and the service's budget, with a receipt for both."""
+"""Payloads that are being received: a connection's credit and the service's budget, with a receipt for both."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ class Receipt:
     Attributes:
         window_bytes: Its part of the connection's credit.
         grant: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
-        share: Its part of what its tenant may take of that budget.
-        payload: What has arrived in full; only here, so that its memory is free once the save is settled.
+        payload: The record, once it has arrived in full. No other reference to it is kept, so that its memory is free
+            once the save is settled.
     """
 
     window_bytes: int
     grant: Grant | None
     _settle: Callable[[Receipt], None]
-    share: Grant | None = None
     payload: memoryview | None = None
     _settled: bool = False
 
@@ -47,15 +46,15 @@ class Incoming:
     """The payloads of one connection: at most one is being received, others are being stored.
 
     Args:
-        budget: Shared by all connections.
+        budget: Shared by all connections, and by the rule of `Shares` among tenants.
         credit_bytes: This connection's window; a larger payload is admitted if it is alone.
 
     Attributes:
-        share: What its tenant may take of the budget; `None`: all.
+        tenant: Whose payloads these are; set after the hello.
     """
 
     def __init__(self, budget: ByteBudget, credit_bytes: int) -> None:
-        self.share: ByteBudget | None = None
+        self.tenant = ""
         self._budget = budget
         self._credit_bytes = credit_bytes
         self._used_bytes = 0
@@ -73,13 +72,8 @@ class Incoming:
         if self._used_bytes + window > self._credit_bytes:
             raise InvalidRequest("saves exceed the credit", credit_bytes=self._credit_bytes, used=self._used_bytes)
         self._used_bytes += window
-        receipt = self._current = Receipt(window, None, self._give_back)
-        if self.share is None:
-            receipt.grant = self._budget.try_take(payload_bytes)
-        else:
-            receipt.share = self.share.try_take(min(payload_bytes, self.share.limit_bytes))
-            receipt.grant = self._budget.try_take(payload_bytes) if receipt.share is not None else None
-        return receipt.grant is not None
+        self._current = Receipt(window, self._budget.try_take(payload_bytes, self.tenant), self._give_back)
+        return self._current.grant is not None
 
     async def wait(self, payload_bytes: int, deadline: Deadline) -> bool:
         """Wait for room until `deadline`. False: there was none; the payload must be dropped."""
@@ -87,11 +81,8 @@ class Incoming:
             raise InternalError("waited for a payload that did not begin")
         try:
             async with deadline.scope("room for a record"):
-                if self.share is not None and self._current.share is None:
-                    self._current.share = await self.share.take(min(payload_bytes, self.share.limit_bytes))
-                self._current.grant = await self._budget.take(payload_bytes)
+                self._current.grant = await self._budget.take(payload_bytes, self.tenant)
         except Unavailable:
-            self._return(self._current)
             return False
         return True
 
@@ -101,7 +92,7 @@ class Incoming:
         return self._current is not None and self._current.grant is not None
 
     def give_up(self) -> bool:
-        """Let others have the room of the payload that is being received. False: none is, or it has no room."""
+        """Give back the room of the payload that is being received. False: there is none, or it has no room."""
         receipt = self._current
         if receipt is None or receipt.grant is None:
             return False
@@ -124,6 +115,4 @@ class Incoming:
     def _return(self, receipt: Receipt) -> None:
         if receipt.grant is not None:
             self._budget.give_back(receipt.grant)
-        if receipt.share is not None and self.share is not None:
-            self.share.give_back(receipt.share)
-        receipt.grant = receipt.share = None
+        receipt.grant = None

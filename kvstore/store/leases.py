@@ -12,7 +12,7 @@ from kvstore.api import LeaseId
 from kvstore.errors import Closed
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.shares import Shares
+from kvstore.runtime.budget import Shares
 from kvstore.store.context import StoreContext
 from kvstore.tiers.memory import Pin
 

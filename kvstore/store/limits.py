@@ -12,7 +12,7 @@ _MIB = 1 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
     """Limits with their units. The defaults suit a node with a few GiB for its memory tier. Tenants share leased bytes,
-    leases, namespaces and descriptions, so that no tenant gets all of one (`kvstore.runtime.shares`).
+    leases, namespaces and descriptions, so that no tenant gets all of one (`kvstore.runtime.budget`).
 
     Attributes:
         stage_bytes: Bytes that leases and running stages may pin together; a longer hit is cut to what fits. At most

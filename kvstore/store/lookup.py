@@ -20,8 +20,7 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.long_work import PIECE, LongWork, who_asks
-from kvstore.runtime.turns import Turns
+from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.placement import (
     PackedSlices,

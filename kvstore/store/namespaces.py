@@ -15,9 +15,9 @@ from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.budget import Shares
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.shares import Shares
 from kvstore.store.context import StoreContext
 from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier

@@ -17,9 +17,8 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import LongWork
-from kvstore.runtime.single_flight import SingleFlight
-from kvstore.runtime.turns import Turns
+from kvstore.runtime.shared_calls import SingleFlight
+from kvstore.runtime.turns import LongWork, Turns
 from kvstore.store.context import StoreContext
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header

@@ -19,10 +19,10 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
+from kvstore.runtime.budget import Shares, share_left
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.long_work import PIECE, LongWork
-from kvstore.runtime.shares import Shares, share_left
+from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import AbsenceFinder
 from kvstore.store.explain.explainer import Explainer
@@ -332,7 +332,7 @@ class TieredStore(PageStore):
             return False
         return self._quarantined.try_take(tenant, num_bytes)
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         self._explainer.report(outcome)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:

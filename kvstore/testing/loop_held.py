@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvstore.runtime.collector import collector_paused
+from kvstore.runtime.pauses import collector_paused
 
 __all__ = ["LoopHeld"]
 

@@ -33,9 +33,7 @@ def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) ->
     """Emit the event of a quarantined record."""
     about: dict[str, str | int | float] = {"tier": tier, "group": key.group, "slice": key.slice, "reason": reason}
     text = f"a record in {tier} was quarantined, and not served: {reason}"
-    events.tell(
-        EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()}
-    )
+    events.add(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()})
 
 
 class GuardedTier(Tier):
@@ -263,7 +261,7 @@ class GuardedTier(Tier):
         self._reason = reason
         self._meters.set("tier_open", 1, tier=self.name)
         text = f"tier {self.name} is off, requests go on without it"
-        self._events.tell(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": reason})
+        self._events.add(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": reason})
         self._background.spawn(self._probe_until_closed(), "probe")
 
     async def _probe_until_closed(self) -> None:
@@ -288,7 +286,7 @@ class GuardedTier(Tier):
         away_s = self._clock.monotonic_s() - opened_s
         _log.info("tier %s is back after %.1f s", self.name, away_s)
         text = f"tier {self.name} is back after {away_s:.1f} s"
-        self._events.tell(
+        self._events.add(
             EventKind.TIER_BACK, text, is_public=True, detail={"tier": self.name, "away_s": round(away_s, 1)}
         )
 

@@ -7,60 +7,31 @@ exactly once, by its reply message or by `Error`; `StageProgress` may come befor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, get_origin, get_type_hints
 
-from kvstore.errors import InvalidRequest
-from kvstore.wire.fields import from_map, to_map
+from kvstore import errors
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.wire.frames import Head
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "ArenaShared",
-    "Cancel",
-    "Discard",
-    "Discarded",
-    "Error",
-    "Explain",
-    "Explained",
-    "Hello",
-    "Load",
-    "Loaded",
-    "LookedUp",
-    "Lookup",
-    "Message",
-    "NamespaceOpened",
-    "OpenNamespace",
-    "Outcome",
-    "Ping",
-    "Pong",
-    "Refused",
-    "Release",
-    "Renew",
-    "Renewed",
-    "Reply",
-    "Request",
-    "Save",
-    "Saved",
-    "ShareArena",
-    "Stage",
-    "StageProgress",
-    "Staged",
-    "Status",
-    "StatusReply",
-    "Welcome",
-    "decode",
-    "encode",
-]
-
 PROTOCOL_VERSION = 1
+
+MESSAGE_TYPES: dict[str, type[Message]] = {}
+"""Every class of message, by its name on the wire."""
+_WHOLE_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages; `type` names them on the wire."""
+    """Base of all messages. A class with a `type`, its name on the wire, is a message."""
 
     type: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if "type" in cls.__dict__:
+            MESSAGE_TYPES[cls.type] = cls  # `slots` makes each class twice: the second one stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +65,7 @@ class Welcome(Message):
         arena: Id of the memory that the service shares with peers on its node; empty for none.
         explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
         codes: Whether its errors carry a `code` where there is one.
-        losses: Whether it tells an `outcome` that is a loss from one of a request.
+        losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
     """
 
     type: ClassVar[str] = "welcome"
@@ -369,7 +340,7 @@ class Cancel(Message):
 class Error(Reply):
     """Answers a failed request. `kind` is a class name of `kvstore.errors`; an unknown one means `InternalError`.
 
-    `code` tells cases of a kind apart on which a program acts; empty for most, and unknown ones are ignored.
+    `code` distinguishes cases of a kind on which a program acts. It is empty for most; unknown codes are ignored.
     """
 
     type: ClassVar[str] = "error"
@@ -378,29 +349,93 @@ class Error(Reply):
     code: str = ""
 
 
-_TYPES: dict[str, type[Message]] = {
-    cls.type: cls
-    for cls in (
-        Hello, Welcome, Refused, OpenNamespace, NamespaceOpened, Lookup, LookedUp, Stage, StageProgress, Staged, Renew,
-        Renewed, Load, Loaded, Save, Saved, Release, Discard, Discarded, Status, StatusReply, Ping, Pong, Cancel, Error,
-        ShareArena, ArenaShared, Outcome, Explain, Explained,
-    )
-}  # fmt: skip
-
-
 def encode(message: Message) -> dict[str, Any]:
-    """A message as a frame's head."""
-    return {"type": message.type, **to_map(message)}
+    """A message as a frame's head: its fields by name, and its type."""
+    return {"type": message.type} | {name: getattr(message, name) for name, _, _ in _schema(message.type)}
 
 
 def decode(head: Head) -> Message:
-    """The message in a frame's head.
+    """The message in a frame's head; unknown fields are ignored, so that newer peers may add some.
 
     Raises:
-        InvalidRequest: An unknown type, or a field that is missing or wrong.
+        InvalidRequest: An unknown type, a field without a default that is missing, or a value of the wrong type or out
+            of range. The message names the field.
     """
-    cls = _TYPES.get(name) if isinstance(name := head.get("type"), str) else None
+    kind = head.get("type")
+    cls = MESSAGE_TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        seen = name[:64] if isinstance(name, str) else type(name).__name__
+        seen = kind[:64] if isinstance(kind, str) else type(kind).__name__
         raise InvalidRequest("unknown type of message", field="type", expected="a type of protocol 1", seen=seen)
-    return from_map(cls, head)
+    values = {}
+    for name, hint, is_required in _schema(cls.type):
+        if name in head:
+            values[name] = _checked(cls, name, hint, head[name])
+        elif is_required:
+            where = f"{cls.type}.{name}"
+            raise InvalidRequest("a field is missing", field=where, expected=_named(hint), seen="nothing")
+    return cls(**values)
+
+
+@cache
+def _schema(kind: str) -> tuple[tuple[str, type[Any], bool], ...]:
+    """For each field of a message its name, its type, and whether it must be there."""
+    cls = MESSAGE_TYPES[kind]
+    hints = get_type_hints(cls)
+    return tuple(
+        (
+            field.name,
+            get_origin(hints[field.name]) or hints[field.name],
+            field.default is MISSING and field.default_factory is MISSING,
+        )
+        for field in fields(cls)
+    )
+
+
+def _checked(cls: type[Message], name: str, hint: type[Any], value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        fits = is_number and isinstance(value, int) and 0 <= value <= _WHOLE_MAX
+    elif hint is float:
+        fits = is_number and 0 <= value < float("inf")
+    else:
+        fits = isinstance(value, hint)
+    if fits:
+        return float(value) if hint is float else value
+    raise InvalidRequest(
+        "a field has the wrong type or range",
+        field=f"{cls.type}.{name}",
+        expected=_named(hint),
+        seen=value if isinstance(value, int | float) else type(value).__name__,
+    )
+
+
+def _named(hint: type[Any]) -> str:
+    return "map" if hint is Mapping else hint.__name__
+
+
+# errors as messages
+
+_KINDS: dict[str, type[KVStoreError]] = {
+    name: kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), KVStoreError)
+}
+_NOT_OPEN = "namespace_not_open"
+
+
+def error_of(request_id: int, error: KVStoreError) -> Error:
+    """An error as the answer to a request, under the name of its public class."""
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+    return Error(request_id, kind, str(error), _NOT_OPEN if isinstance(error, NamespaceNotOpen) else "")
+
+
+def raise_error(answer: Error | Refused, *, codes: bool = True) -> None:
+    """Raise what the other side answered, as the class it names.
+
+    Args:
+        answer: Its message.
+        codes: Whether the service's welcome has `codes`. An older service sends no code, so any of its invalid requests
+            may be a namespace that is not open.
+    """
+    kind = _KINDS.get(answer.kind, InternalError)
+    if isinstance(answer, Error) and kind is InvalidRequest and (answer.code == _NOT_OPEN or not codes):
+        kind = NamespaceNotOpen
+    raise kind(answer.message)

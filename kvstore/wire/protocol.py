@@ -18,10 +18,10 @@ from kvstore.wire.frames import MAX_HEAD_BYTES, FrameReader, FrameSink, pack_hea
 __all__ = ["FrameConnection", "FrameOwner"]
 
 _UNIX_BUFFER_BYTES = 256 << 10
-"""Small, so that the kernel reuses a few pages instead of touching fresh ones for each record."""
+"""Small, so that the kernel reuses a few pages instead of allocating new ones for each record."""
 _TCP_BUFFER_BYTES = 4 << 20
 _WRITE_HIGH_BYTES = 2 << 20
-"""What one connection may have in memory for a peer that does not read, beside the frame that exceeds it."""
+"""Unsent bytes of one connection above which `send` waits. The frame that exceeds it is still written."""
 _POSTED_BYTES_MAX = 4 << 20
 """Limit of unread `post` messages: a peer that sends requests but reads no answers is disconnected."""
 _LINGER_S = 1.0
@@ -75,7 +75,7 @@ class FrameConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # the low mark is near the high one, so that the kernel does not run dry before the next record is written
+        # the low mark is near the high one, so that the kernel always has something to send
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES, low=_WRITE_HIGH_BYTES * 3 // 4)
         tune_socket(self._transport.get_extra_info("socket"))
         on_made, self._on_made = self._on_made, None
@@ -103,7 +103,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._closing = True
         self._transport = None
         self._writable.set()
-        # owner and connection refer to each other: apart, both go at once, and so do the buffers that they hold
+        # break the reference cycle between owner and connection: their buffers are freed at once
         owner, self._owner = self._owner, None
         self.reader.end()
         if owner is not None:
@@ -135,7 +135,7 @@ class FrameConnection(asyncio.BufferedProtocol):
     def arrived_bytes(self) -> int:
         """A count that grows as the other side takes what is sent to it.
 
-        The transport's buffer does not serve: the kernel takes from it only when a third of megabytes is free, and with
+        The size of the transport's buffer would not do: the kernel takes bytes from it only in large steps, and with
         TLS it empties a record at a time.
         """
         sock = self._socket()
@@ -242,7 +242,7 @@ class FrameConnection(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     def hold(self) -> None:
-        """Read nothing more after the current frame, until `go_on`: the other side waits. Idempotent."""
+        """Read nothing more after the current frame, until `resume`: the other side waits. Idempotent."""
         if self.open and not self._is_held:
             self._is_held = True
             assert self._transport is not None
@@ -253,7 +253,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         """Whether nothing more is read, after `hold`."""
         return self._is_held
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Read again. Idempotent."""
         if self._is_held:
             self._is_held = False

@@ -15,7 +15,7 @@ from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.events import EventKind
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, soon
@@ -98,15 +98,15 @@ async def use(made: ServiceHarness, number: int) -> None:
             stop=asked.boundary(64) if reason == "nothing_stored" else None,
             tenant=prompt.tenant,
         )
-        made.store.tell(told)
+        made.store.report(told)
 
 
 def tell_of_a_bad_night(made: ServiceHarness) -> None:
     """What tests of their own make happen for real; here it is there to be looked at."""
-    tell, about = made.store.events.tell, RED.namespace.hex()
+    tell, about = made.store.events.add, RED.namespace.hex()
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})
     tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
     told = {"tier": "filesystem", "reason": "payload checksum"}
     tell(EventKind.QUARANTINED, "a record in filesystem was put aside, and not served", namespace=about, detail=told)
-    tell(EventKind.EVICTED, "12 boundaries left filesystem, as retention asks", detail={"evicted": 12})
+    tell(EventKind.EVICTED, "evicted 12 boundaries from filesystem", detail={"evicted": 12})
     tell(EventKind.SAVES_DROPPED, "7 records are not copied to filesystem", detail={"busy": 7})

@@ -60,7 +60,7 @@ async def test_numbers_are_the_services(made: ServiceHarness, visiting: Visiting
 async def test_a_request_is_explained(made: ServiceHarness, visiting: Visiting) -> None:
     """A click on a recent request: the words of docs/explain.md, as the route tells them."""
     request, stop = "chatcmpl-asked-for", replace(RED, name="never seen").boundary(64)
-    made.store.tell(Outcome(request, RED.namespace, 336, 336, 0, 0, "nothing_stored", stop=stop, tenant="red"))
+    made.store.report(Outcome(request, RED.namespace, 336, 336, 0, 0, "nothing_stored", stop=stop, tenant="red"))
     async with made.client() as client, visiting(made.url) as visit:
         told = (await client.get("/v1/requests/explain", params={"request": request})).json()
         await visit.open("misses")
@@ -149,7 +149,7 @@ async def test_two_namespaces_are_compared_side_by_side(made: ServiceHarness, vi
 
 async def test_one_request_has_a_link(made: ServiceHarness, visiting: Visiting) -> None:
     """The address while a request is explained leads to that explanation again; closed, it is that of the view."""
-    made.store.tell(Outcome("to be linked", RED.namespace, 336, 336, 0, 0, "too_short", tenant="red"))
+    made.store.report(Outcome("to be linked", RED.namespace, 336, 336, 0, 0, "too_short", tenant="red"))
     async with visiting(made.url) as visit:
         await visit.open("misses")
         await visit.page.get_by_role("button", name="to be linked").click()
@@ -180,7 +180,7 @@ async def test_colours_are_chosen_and_kept(made: ServiceHarness, visiting: Visit
 async def test_nothing_that_was_stored_becomes_html(made: ServiceHarness, visiting: Visiting) -> None:
     """An engine's request id that is markup is shown as it is, and the policy refuses what a script would inject."""
     name = "<img src=x onerror=alert(1)>"
-    made.store.tell(Outcome(name, None, 10, 10, 0, 0, "<b>odd</b>", tenant="red"))
+    made.store.report(Outcome(name, None, 10, 10, 0, 0, "<b>odd</b>", tenant="red"))
     async with visiting(made.url, expected="TrustedHTML") as visit:
         await visit.open("misses")
         await visit.page.get_by_role("button", name=name).wait_for()

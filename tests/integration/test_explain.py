@@ -25,7 +25,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
@@ -360,7 +360,7 @@ async def test_tenants_see_their_own(tmp_path: Path) -> None:
             tenant = client(tokens[name])
             namespace = await tenant.open_namespace(description, deadline=soon())
             stop = records_of(tokens_of("a", TOKENS), facts, shape)[0]
-            tenant.tell(
+            tenant.report(
                 Outcome(
                     f"of {name}", namespace, local_tokens=0, resume_tokens=0, reason="nothing_stored",
                     stop=Boundary(64, stop.key.prefix), **content,  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ async def test_a_group_that_was_not_stored(tmp_path: Path) -> None:
         found = await store.lookup(prompt.query(), deadline=soon())
         at_page = [boundary.tokens for boundary in prompt.query().boundaries].index(64)
         assert (found.resume_tokens, found.groups_present[at_page]) == (0, 0b01)
-        store.tell(
+        store.report(
             Outcome("a", prompt.namespace, 128, 112, 0, 0, "nothing_stored", stop=prompt.boundary(64), groups=0b01)
         )
         told: Any = await store.explain("a", deadline=soon())
@@ -405,7 +405,7 @@ async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
         await store.open_namespace(prompt.description, deadline=soon())
         await store.save(first, ack=Ack.COLD, deadline=soon())
         await asyncio.sleep(1.1)  # times of the catalog are whole seconds
-        store.tell(miss)
+        store.report(miss)
         told: Any = await store.explain("a", deadline=soon())
         assert told["reason"] == "group_incomplete" and "on their way" not in told["advice"]
         assert told["detail"]["groups_missing"].startswith("0 (")
@@ -421,9 +421,9 @@ async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
     store = TieredStore(MemoryTier(8 << 20))
     try:
         for number in range(5000):
-            store.tell(Outcome(f"red {number}", None, 100, 0, 0, 0, "mode", tenant="red"))
+            store.report(Outcome(f"red {number}", None, 100, 0, 0, 0, "mode", tenant="red"))
             if number == 100:
-                store.tell(Outcome("blue", None, 100, 0, 0, 0, "mode", tenant="blue"))
+                store.report(Outcome("blue", None, 100, 0, 0, 0, "mode", tenant="blue"))
         assert (await store.explain("blue", deadline=soon(), tenant="blue"))["request"] == "blue"
         with pytest.raises(InvalidRequest, match="no such request"):
             await store.explain("red 100", deadline=soon(), tenant="red")
@@ -441,7 +441,7 @@ async def test_more_misses_than_are_looked_into(tmp_path: Path) -> None:
         await store.open_namespace(prompt.description, deadline=soon())
         for number in range(1000):
             miss = Outcome(f"r{number}", prompt.namespace, 128, 112, 0, 0, "nothing_stored", stop=prompt.boundary(64))
-            store.tell(miss)
+            store.report(miss)
 
         async def reasons() -> dict[str, int]:
             status: Any = await store.status(deadline=soon())

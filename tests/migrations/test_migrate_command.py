@@ -375,11 +375,11 @@ async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: 
 
 def test_the_step_of_keys_is_pure(keys: Path) -> None:
     """It tells apart records that are current, foreign and forged, and compares an old record with its new one."""
-    from kvstore.store.encryption.key_ring import open_key_source
+    from kvstore.store.encryption.key_ring import watch_keys
 
     record = PROMPT.records()[0]
     write_keys(keys, [("red", 2, 2), ("red", 0, 0)])
-    step = KeyStep(open_key_source(str(keys)).ring)
+    step = KeyStep(watch_keys(str(keys)).value)
     made = step.rewrite(record, "red")
     assert made.verdict is Verdict.REWRITTEN and made.record is not None
     assert step.rewrite(made.record, "red").verdict is Verdict.CURRENT
@@ -387,6 +387,6 @@ def test_the_step_of_keys_is_pure(keys: Path) -> None:
     assert not step.is_same(PROMPT.records()[1], made.record, "red")
     assert step.target("nobody") is None
     write_keys(keys, [("red", 3, 3), ("red", 2, 9)])
-    wrong = KeyStep(open_key_source(str(keys)).ring)
+    wrong = KeyStep(watch_keys(str(keys)).value)
     assert wrong.rewrite(made.record, "red").verdict is Verdict.REFUSED
     assert wrong.rewrite(record, "red").verdict is Verdict.FOREIGN

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service.limits import ServiceLimits
-from kvstore.service.newcomers import Newcomers
+from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
 from kvstore.testing.dict_store import DictStore
@@ -78,7 +77,7 @@ def test_nothing_is_decoded_but_the_hello(service: AttackedService) -> None:
 async def test_many_silent_peers(service: AttackedService, tell: Callable[[str], None]) -> None:
     """Six hundred peers come and say half a hello or nothing: few of them are kept, the service takes little memory,
     and a peer that says hello is greeted at once all the time, from the same address too."""
-    most = LIMITS.newcomers if service.url.startswith("unix") else LIMITS.newcomers_of_address
+    most = LIMITS.unauthenticated if service.url.startswith("unix") else LIMITS.unauthenticated_of_address
     greeted_s: list[float] = []
     kept: list[int] = []
 
@@ -144,10 +143,10 @@ async def test_silence_has_an_end(folder: Path, kind: str) -> None:
 
 def test_who_has_waited_longest_goes_first() -> None:
     """Of one address, of one IPv6 network, and in all; connections without an address count in all only."""
-    newcomers, ended = Newcomers(2, 4), list[str]()
+    unauthenticated, ended = UnauthenticatedConnections(2, 4), list[str]()
 
     def enter(address: str, name: str) -> None:
-        newcomers.enter(address).end_with(lambda: ended.append(name))
+        unauthenticated.enter(address).end_with(lambda: ended.append(name))
 
     for number in range(3):
         enter("10.0.0.1", f"red {number}")
@@ -159,4 +158,4 @@ def test_who_has_waited_longest_goes_first() -> None:
         enter("", f"local {number}")
     assert ended == ["red 0", "blue 0", "red 1", "red 2", "blue 1", "blue 2"]
     enter("::ffff:10.0.0.1", "red 3")
-    assert ended[-1] == "local 0" and len(newcomers) == 4
+    assert ended[-1] == "local 0" and len(unauthenticated) == 4

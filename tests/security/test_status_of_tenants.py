@@ -12,7 +12,7 @@ from kvstore.cli.status_findings import findings
 from kvstore.cli.status_page import page_of
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -43,7 +43,7 @@ async def be_busy(client: RemoteStore, tenant: str) -> None:
     await client.lookup(prompt.query(), deadline=soon())
     await client.stage(prompt.query(), deadline=soon())
     await client.discard(prompt.key(64), "a test", deadline=soon())
-    client.tell(Outcome("a request", prompt.namespace, 512, 512, 0, 448, reason="nothing_stored"))
+    client.report(Outcome("a request", prompt.namespace, 512, 512, 0, 448, reason="nothing_stored"))
 
 
 async def test_nothing_of_others_shows(tmp_path: Path) -> None:

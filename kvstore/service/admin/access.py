@@ -16,8 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope as AsgiScope
 
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Credentials, Grant, Scope
-from kvstore.service.failures import FailureLimit
+from kvstore.service.authentication import Credentials, FailureLimit, Grant, Scope
 
 __all__ = ["HEALTH_PATHS", "Access", "Administrator", "Operator", "OperatorAdministrator", "Reader", "is_open"]
 

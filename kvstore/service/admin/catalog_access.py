@@ -20,7 +20,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
 from kvstore.store.retention.operator_rules import WEIGHTS_FIELD
 from kvstore.store.upkeep.operations import StoreOperations

@@ -20,7 +20,7 @@ from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Name
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, NamespaceText, namespace_id
 from kvstore.service.admin.port import Administered
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.retention.operator_rules import OperatorRules

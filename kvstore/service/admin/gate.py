@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.runtime.events import EventKind, Events
-from kvstore.runtime.log_context import RequestContext, request_context
+from kvstore.runtime.tracing import RequestContext, request_context
 from kvstore.service.admin.access import HEALTH_PATHS, Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 
@@ -136,7 +136,7 @@ class Gate:
         namespace = named[1] if named is not None else str(audit.get("namespace", ""))
         detail = {name: value for name, value in audit.items() if isinstance(value, int | str) and name != "namespace"}
         detail |= {"who": grant.name, "what": done}
-        self._events.tell(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
+        self._events.add(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
 
 
 def _request_id(scope: Scope) -> str:

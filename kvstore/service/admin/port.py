@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import kvstore
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
-from kvstore.service.credentials import Credentials
-from kvstore.service.history import History
+from kvstore.service.authentication import Credentials
+from kvstore.service.history import History, Watcher
 from kvstore.service.server import Server
-from kvstore.service.watching import Watcher
 from kvstore.settings import Settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
@@ -120,7 +119,9 @@ async def _open(service: Administered) -> AdminPort | None:
         )
         return None
     _report_start(service)
-    return AdminPort(sock, service, service.settings.tls() if address.tls else None)
+    if address.tls and service.server.tls is None:
+        raise InternalError("the administration port needs the service's TLS certificate")
+    return AdminPort(sock, service, service.server.tls if address.tls else None)
 
 
 def _report_start(service: Administered) -> None:
@@ -132,7 +133,7 @@ def _report_start(service: Administered) -> None:
         "release": kvstore.__version__,
         "settings": ", ".join(sorted(settings.model_fields_set)),
     }
-    service.store.events.tell(EventKind.STARTED, "the service started", is_public=True, detail=detail)
+    service.store.events.add(EventKind.STARTED, "the service started", is_public=True, detail=detail)
 
 
 def _bind(address: TcpAddress) -> socket.socket:

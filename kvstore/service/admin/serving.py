@@ -24,8 +24,8 @@ from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
+from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Acceptor
-from kvstore.service.newcomers import Newcomer, Newcomers
 from kvstore.wire.tls import ServerTls
 
 __all__ = ["serve_admin"]
@@ -111,11 +111,11 @@ async def _read_totals(context: AdminContext) -> None:
     names, history = context.operations.tier_names, context.service.history
     while True:
         wait_s = _TOTALS_POLL_S
-        if untold := history.untold:
+        if unmeasured := history.unmeasured:
             started_s = SYSTEM_CLOCK.monotonic_s()
             with suppress(KVStoreError):
                 held = amounts_of(sum_of((await context.catalog.totals(_TOTALS_S)).values()), names)
-                history.held = {name: amount.num_bytes for name, amount in held.items() if name in untold}
+                history.held = {name: amount.num_bytes for name, amount in held.items() if name in unmeasured}
             wait_s = max(_TOTALS_S, (SYSTEM_CLOCK.monotonic_s() - started_s) / _TOTALS_SHARE)
         await asyncio.sleep(wait_s)
 
@@ -137,21 +137,21 @@ class AdminServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, tls: ServerTls | None) -> None:
         super().__init__(config)
         self._tls = tls
-        self._newcomers = Newcomers(_IDLE_OF_ADDRESS_MAX, _IDLE_MAX)
+        self._unauthenticated = UnauthenticatedConnections(_IDLE_OF_ADDRESS_MAX, _IDLE_MAX)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on these listening sockets."""
         await self.lifespan.startup()
         self.servers: Any = [
-            Acceptor(sock, self._protocol, self._newcomers, tls=self._tls, handshake_s=_HEAD_S)
+            Acceptor(sock, self._protocol, self._unauthenticated, tls=self._tls, handshake_s=_HEAD_S)
             for sock in sockets or ()
         ]
         self.started = True
 
-    def _protocol(self, newcomer: Newcomer) -> asyncio.BaseProtocol:
+    def _protocol(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
         state = self.lifespan.state
         return _Connection(
-            self._newcomers, newcomer, config=self.config, server_state=self.server_state, app_state=state
+            self._unauthenticated, entry, config=self.config, server_state=self.server_state, app_state=state
         )
 
 
@@ -159,15 +159,17 @@ class _Connection(H11Protocol):
     """A connection that is bounded, and has a deadline, while it has no request.
 
     Args:
-        newcomers: Connections without a request.
-        newcomer: Its entry among them.
+        unauthenticated: Connections without a request.
+        entry: Its entry among them.
         more: As of `H11Protocol`.
     """
 
-    def __init__(self, newcomers: Newcomers, newcomer: Newcomer, **more: Any) -> None:
+    def __init__(
+        self, unauthenticated: UnauthenticatedConnections, entry: UnauthenticatedConnection, **more: Any
+    ) -> None:
         super().__init__(**more)
-        self._newcomers = newcomers
-        self._newcomer: Newcomer | None = newcomer
+        self._unauthenticated = unauthenticated
+        self._entry: UnauthenticatedConnection | None = entry
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
 
@@ -180,8 +182,8 @@ class _Connection(H11Protocol):
         for timer in (self._head_timer, self._read_timer):
             if timer is not None:
                 timer.cancel()
-        if self._newcomer is not None:
-            self._newcomer.leave()
+        if self._entry is not None:
+            self._entry.leave()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -203,12 +205,12 @@ class _Connection(H11Protocol):
     def _update(self) -> None:
         """Start or end the deadline after a request may have begun or ended."""
         has_request = self.cycle is not None and not self.cycle.response_complete
-        if has_request and self._newcomer is not None:
-            self._newcomer.leave()
-            self._newcomer = None
+        if has_request and self._entry is not None:
+            self._entry.leave()
+            self._entry = None
             if self._head_timer is not None:
                 self._head_timer.cancel()
-        elif not has_request and self._newcomer is None:
-            self._newcomer = self._newcomers.enter(self.client[0] if self.client else "")
-            self._newcomer.end_with(self.transport.abort)
+        elif not has_request and self._entry is None:
+            self._entry = self._unauthenticated.enter(self.client[0] if self.client else "")
+            self._entry.end_with(self.transport.abort)
             self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)

@@ -152,7 +152,7 @@ class Explainer:
         self._waiting.append(reported)
         if self._searching is None or self._searching.done():
             with suppress(Closed):
-                self._searching = self._background.spawn(self._search_waiting(), "reasons", is_nobodys=True)
+                self._searching = self._background.spawn(self._search_waiting(), "reasons", is_shared=True)
 
     async def _search_waiting(self) -> None:
         """Find the reasons of those that wait, in batches, for a small share of the time."""

@@ -16,9 +16,9 @@ from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
-from kvstore.runtime.collector import collector_paused, collector_spared, let_go
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_pieces
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.evictor import Evictor
 from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of, incomplete_of, plan_eviction
@@ -167,10 +167,10 @@ class RetentionOwner:
                 free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
                 others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
                 plan = await self._plan(entries, tenants, free_bytes, _by_tenant(others, tenants))
-                await asyncio.to_thread(let_go, entries)
+                await asyncio.to_thread(empty_in_pieces, entries)
                 spared.enter_context(collector_spared())
             freed += await self._evictor.evict(plan.victims)
-            await asyncio.to_thread(let_go, plan.victims)
+            await asyncio.to_thread(empty_in_pieces, plan.victims)
         self._schedule_broken(freed, plan)
         if self._gate is not None:
             if freed:

@@ -12,8 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
 __all__ = ["EvictionPlan", "RetentionRules", "Victim", "broken_of", "incomplete_of", "plan_eviction", "shares"]
 
@@ -124,8 +123,8 @@ def plan_eviction(
     ]
     is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
     del chosen
-    held.let_go()
-    let_go(place)
+    held.empty_in_pieces()
+    empty_in_pieces(place)
     holdings.discard()
     return EvictionPlan(victims, is_enough)
 
@@ -168,7 +167,7 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
         for index, entry in enumerate(held.entries)
         if not is_whole[index] and entry.pinned_until_s <= now_s
     }
-    held.let_go()
+    held.empty_in_pieces()
     return used_s
 
 
@@ -213,9 +212,9 @@ class _Held:
                 at = self.parent_of(at)
             yield from reversed(chain)
 
-    def let_go(self) -> None:
+    def empty_in_pieces(self) -> None:
         """Free everything; unusable afterwards."""
-        let_go(self.names, self.entries, self._indexes)
+        empty_in_pieces(self.names, self.entries, self._indexes)
 
 
 def _longest_unused_first(
@@ -237,7 +236,7 @@ def _longest_unused_first(
             piece.sort(key=_place)
         for place, entry in heapq.merge(*pieces, key=_place):
             yield place[-1], entry
-        let_go(placed, *pieces)
+        empty_in_pieces(placed, *pieces)
 
 
 def _place(one: tuple[tuple[int, float, int, bytes], BoundaryEntry]) -> tuple[int, float, int, bytes]:

@@ -18,8 +18,8 @@ from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.batches import Batches
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.shared_calls import Batches
 from kvstore.store.context import StoreContext
 from kvstore.tiers.base import PutOutcome
 

@@ -16,7 +16,7 @@ from kvstore.api import Ack
 from kvstore.compose import open_served_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
-from kvstore.service.credentials import CredentialsFile
+from kvstore.service.authentication import CredentialsFile
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
@@ -105,7 +105,7 @@ async def open_service(folder: Path, *, with_tokens: bool = True, **flags: objec
     settings = load_settings({**own, "admin_listen": "127.0.0.1:0", "listen": f"unix:{folder / 'socket'}", **flags})
     credentials = CredentialsFile(path) if path is not None else None
     async with open_served_store(settings) as store:
-        server = Server(store, credentials=credentials)
+        server = Server(store, credentials=credentials, tls=settings.tls())
         try:
             await server.listen([parse_address(str(settings.listen))])
             async with admin_port(Administered(settings, credentials, store, server)) as port:

@@ -67,7 +67,7 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]
             job = JOBS[red.namespace] = (await client.post("/v1/gc")).json()["job"]
             while (await client.get(f"/v1/jobs/{job}")).json()["ended_s"] is None:
                 await asyncio.sleep(0.01)
-        made.store.tell(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+        made.store.report(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
         yield made, red
 
 

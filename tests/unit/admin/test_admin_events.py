@@ -53,7 +53,7 @@ async def listed(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]
 
 async def test_what_happens_is_told_as_it_happens(made: ServiceHarness) -> None:
     """A follower gets what is kept, then what happens; after a break it goes on behind the last one it saw."""
-    tell = made.store.events.tell
+    tell = made.store.events.add
     async with made.client("operator") as client:
         async with following(client) as events:
             assert (await anext(events))["kind"] == "started"
@@ -72,7 +72,7 @@ async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: ServiceHarness) -
     what sums up all tenants is the operators'.
     """
     red, blue = await made.save(prompt_of("a", "red")), await made.save(prompt_of("b", "blue"))
-    tell = made.store.events.tell
+    tell = made.store.events.add
     tell(EventKind.TIER_DOWN, "tier s3 is off", is_public=True, detail={"tier": "s3", "reason": "10.0.0.7 refused"})
     tell(EventKind.EVICTED, "12 left", detail={"tier": "s3"})
     for prompt in (red, blue):
@@ -178,8 +178,8 @@ async def test_wrong_numbers_are_refused(made: ServiceHarness) -> None:
 async def test_history_is_all_or_the_tenants_own(made: ServiceHarness) -> None:
     """Operators see what the service counted; a tenant its own requests, and nothing that sums up others."""
     red = await made.save(prompt_of("a", "red"))
-    made.store.tell(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
-    made.store.tell(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
+    made.store.report(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
+    made.store.report(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
     await made.port._watcher.step()
     async with made.client("operator") as client:
         for hours in (1, 6):

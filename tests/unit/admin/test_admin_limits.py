@@ -14,7 +14,7 @@ from kvstore.cli.administering import AdminClient
 from kvstore.cli.status_page import page_of
 from kvstore.cli.top import _look, _shown
 from kvstore.client import connect
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.deployment.test_monitoring import METRIC, expressions
 from tests.unit.admin.service_harness import open_service, soon

@@ -14,8 +14,7 @@ from kvstore.client import connect
 from kvstore.errors import InvalidRequest
 from kvstore.service.admin.access import is_own_user, user_in_table
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.credentials import Credentials
-from kvstore.service.failures import FailureLimit
+from kvstore.service.authentication import Credentials, FailureLimit
 from kvstore.settings import load_settings
 from kvstore.wire.address import TcpAddress
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon

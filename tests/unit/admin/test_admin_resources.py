@@ -348,7 +348,7 @@ async def test_requests_are_explained_to_their_tenant(made: ServiceHarness) -> N
     prompt = await made.save(Prompt(ATTENTION, "a", 128, tenant="red"))
     for tenant, request in (("red", "chatcmpl-1"), ("blue", "chatcmpl-2"), ("red", "chatcmpl-3")):
         told = Outcome(request, prompt.namespace, 300, 256, 0, 128, reason="deadline", detail={"tier": "s3"})
-        made.store.tell(replace(told, tenant=tenant))
+        made.store.report(replace(told, tenant=tenant))
     async with made.client("red") as client:
         listed = (await client.get("/v1/requests")).json()["requests"]
         assert [one["request"] for one in listed] == ["chatcmpl-3", "chatcmpl-1"]

@@ -16,7 +16,6 @@ from kvstore.doctor.finding import Verdict
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
-from kvstore.wire import tls as tls_module
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ClientTls
 from tests.deployment.files import manifests
@@ -113,18 +112,19 @@ async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> 
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
-    tmp_path: Path, ours: Certificate, theirs: Certificate, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ours: Certificate, theirs: Certificate
 ) -> None:
-    """New connections see the new one; while key and certificate do not fit, the one before stays in use."""
-    monkeypatch.setattr(tls_module, "_LOOK_S", 0.0)
+    """New connections see the new one, on both ports: they share it."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(ours[0].read_bytes())
     key.write_bytes(ours[1].read_bytes())
     async with open_service(tmp_path, **flags_of((cert, key))) as made:
         assert await get(made, ClientTls(ours[0])) == 200
-        cert.write_bytes(theirs[0].read_bytes())  # half renewed
-        assert await get(made, ClientTls(ours[0])) == 200
+        cert.write_bytes(theirs[0].read_bytes())
         key.write_bytes(theirs[1].read_bytes())
+        assert made.server.tls is not None
+        made.server.tls.poll()
+        made.server.tls.poll()
         assert await get(made, ClientTls(theirs[0])) == 200
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
             await get(made, ClientTls(ours[0]))

@@ -27,7 +27,7 @@ import sys
 
 class Blocked:
     names = {"vllm", "pytest", "hypothesis", "msgpack", "zstandard", "xxhash", "uvloop"}
-    names |= {"pydantic_settings", "pydantic", "rich", "typer", "redis", "transformers"}
+    names |= {"pydantic", "rich", "typer", "redis", "transformers"}
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in self.names:
             raise ModuleNotFoundError(f"{name} is not installed here", name=name)

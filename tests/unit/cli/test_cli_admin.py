@@ -22,7 +22,7 @@ from kvstore.cli.main import main
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
@@ -138,7 +138,7 @@ async def test_the_service_is_shown_as_it_works(
 ) -> None:
     """Once, as tables or JSON: counters, tiers, namespaces, requests; a tenant's token shows what is its own."""
     prompt = await made.save(prompt_of("a"))
-    made.store.tell(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+    made.store.report(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     status, out, err = await run("top", "--once", "--timeout", "60")
     assert (status, err) == (0, "")
     for text in ("since its start: 1 lookups", "filesystem", "healthy", prompt.namespace.hex(), "chatcmpl-1"):
@@ -170,7 +170,7 @@ async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run:
     prompt = await made.save(prompt_of("a"))
     ids = [f"chatcmpl-{digit * 50}" for digit in "12"]
     for id_ in ids:
-        made.store.tell(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+        made.store.report(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     url = ("--url", f"unix:{tmp_path / 'socket'}")
     status, out, err = await run("explain", *url)
     assert (status, err) == (0, "") and all(id_ in out for id_ in ids)

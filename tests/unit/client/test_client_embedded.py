@@ -219,8 +219,8 @@ def test_a_service_that_cannot_start_names_its_log(tmp_path: Path, caplog: pytes
     ):
         store.wait_ready(deadline=Deadline.after(3))
     assert "memory_bytes" in (tmp_path / "e" / "service.log").read_text()
-    (warning,) = (record.message for record in caplog.records if "going on without it" in record.message)
-    assert "correct what it says" in warning
+    (warning,) = (record.message for record in caplog.records if "continuing without it" in record.message)
+    assert "correct the reason below" in warning
     assert "said=kvstore service:" in warning and "memory_bytes" in warning
 
 
@@ -242,7 +242,7 @@ def test_a_frozen_service_is_not_to_be_mended(options: EmbeddedOptions, caplog: 
             os.kill(pid, signal.SIGCONT)
         store.wait_ready(deadline=soon())
     warning, cleared = (record.message for record in caplog.records[:2])
-    assert "going on without it" in warning and "nothing to do" in warning and "correct what" not in warning
+    assert "continuing without it" in warning and "as soon as it responds" in warning and "correct the" not in warning
     assert "is reachable" in cleared
 
 

@@ -20,7 +20,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
-from kvstore.wire.failures import error_of
+from kvstore.wire.messages import error_of
 
 OPEN_MAX = 3
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.background import Background
-from kvstore.runtime.batches import Batches
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.shared_calls import Batches
 
 
 class Calls:

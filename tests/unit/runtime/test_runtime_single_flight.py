@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.background import Background
-from kvstore.runtime.single_flight import SingleFlight
+from kvstore.runtime.shared_calls import SingleFlight
 
 
 class Work:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
 KEYS = st.binary(min_size=1, max_size=3) | st.integers(0, 200)
 
@@ -26,7 +25,7 @@ def test_it_does_what_a_dict_does(steps: list[tuple[str, bytes | int, int]]) -> 
             del plain[key], split[key]
         assert (key in split) == (key in plain) and split.get(key) == plain.get(key)
     assert (dict(split), len(split), bool(split)) == (plain, len(plain), bool(plain))
-    let_go(split)
+    empty_in_pieces(split)
     assert not split
     with pytest.raises(KeyError):
         split.popitem()

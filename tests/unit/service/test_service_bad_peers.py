@@ -17,9 +17,8 @@ import pytest
 from kvstore.api import Deadline
 from kvstore.client import RemoteStore, connect
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.listener import Listener
-from kvstore.service.newcomers import Newcomers
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -286,19 +285,19 @@ async def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
     path.parent.mkdir(mode=0o700)
     stale.bind(str(path))
     stale.close()
-    newcomers = Newcomers(4, 4)
-    listener = await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), newcomers)
+    unauthenticated = UnauthenticatedConnections(4, 4)
+    listener = await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), unauthenticated)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(InvalidRequest, match="another program listens"):
-        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), newcomers)
+        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), unauthenticated)
     await listener.aclose()
     assert os.listdir(path.parent) == []
     path.write_text("precious")
     with pytest.raises(InvalidRequest, match="not a socket"):
-        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), newcomers)
+        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), unauthenticated)
     assert path.read_text() == "precious"
     deep = tmp_path / "made" / "s"
-    listener = await Listener.open(UnixAddress(str(deep)), lambda _: asyncio.Protocol(), newcomers)
+    listener = await Listener.open(UnixAddress(str(deep)), lambda _: asyncio.Protocol(), unauthenticated)
     assert deep.parent.stat().st_mode & 0o777 == 0o700
     await listener.aclose()
 

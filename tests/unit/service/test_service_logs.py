@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from kvstore.client import connect
-from kvstore.client.connection import Connection
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.log_context import NO_REQUEST, RequestContext, request_context
-from kvstore.service.credentials import Credentials
+from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
+from kvstore.service.authentication import Credentials
 from kvstore.service.logs import ServiceFormatter, shape_logs
-from kvstore.service.secrets import secrets_of
+from kvstore.service.reported_settings import secrets_of
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
@@ -199,4 +198,4 @@ async def test_wrong_tokens_are_counted_on_the_data_port(written: Lines) -> None
         with pytest.raises(Unavailable, match="too many wrong tokens from this address"):
             await greeted("blue token")
         await greeted("red token")
-    assert sum("a wrong token was shown" in line for line in written.lines) == 10
+    assert sum("sent a wrong token to the data port" in line for line in written.lines) == 10

@@ -13,8 +13,8 @@ from kvstore.catalog.entry import EntryTable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.long_work import LongWork
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.turns import LongWork
 from kvstore.store.lookup import CatalogLookup
 from kvstore.store.placement import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog

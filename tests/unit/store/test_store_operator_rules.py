@@ -120,7 +120,7 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
             await store.load(staged.lease, staged.keys[0], deadline=soon())
         assert await store.save(prompt.record(64), deadline=soon()) is SaveOutcome.FULL
         told = Outcome("r", prompt.namespace, 128, 128, 0, 0, "nothing_stored", stop=prompt.boundary(64), tenant="red")
-        store.tell(told)
+        store.report(told)
         explained = await store.explain("r", tenant="red", deadline=soon())
         assert explained["reason"] == "weights_retired" and "kvstore weights" in str(explained["advice"])
     async with open_store(settings) as store:

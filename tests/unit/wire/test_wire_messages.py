@@ -13,14 +13,9 @@ from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.wire import convert, messages
-from kvstore.wire.failures import error_of, raise_error
-from kvstore.wire.messages import decode, encode
+from kvstore.wire.messages import decode, encode, error_of, raise_error
 
-ALL = [
-    cls
-    for name in messages.__all__
-    if isinstance(cls := getattr(messages, name), type) and issubclass(cls, messages.Message) and cls.type
-]
+ALL = list(messages.MESSAGE_TYPES.values())
 SAMPLES: dict[str, Any] = {"int": 7, "str": "text", "bytes": b"\0\1", "bool": True, "float": 1.5, "Mapping": {"a": 1}}
 WRONG: dict[str, list[Any]] = {
     "int": [-1, "7", 1.0, True, None, 1 << 63],

@@ -15,7 +15,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.service.admin.jobs.job import KEEP_S, Job, JobKeeper, JobKind, JobState, JobStatus, Progress, status_of
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 
 __all__ = ["JobBoard", "Jobs", "Work"]
 

@@ -15,7 +15,7 @@ from kvstore.catalog.coordination import TextStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 
 __all__ = ["JOB_EXAMPLE", "KEEP_S", "Job", "JobKeeper", "JobKind", "JobState", "JobStatus", "Progress", "status_of"]
 

@@ -18,7 +18,7 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, namespace_id
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 
 __all__ = ["router"]
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
 from kvstore.store.explain.explainer import ReportedOutcome
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of

@@ -15,7 +15,7 @@ from kvstore.service.admin.access import Operator
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import refusals
 from kvstore.service.metrics import CONTENT_TYPE, render
-from kvstore.service.told_settings import told_settings
+from kvstore.service.reported_settings import reported_settings
 from kvstore.settings import Source
 from kvstore.store.upkeep.operations import TierState
 
@@ -143,4 +143,4 @@ class SettingsStatus(BaseModel):
 @router.get("/settings")
 async def list_settings(context: Context, grant: Operator) -> SettingsStatus:
     """The settings of this service, without secrets, and where each came from. For operators."""
-    return SettingsStatus.model_validate(told_settings(context.service.settings))
+    return SettingsStatus.model_validate(reported_settings(context.service.settings))

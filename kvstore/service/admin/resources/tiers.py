@@ -13,7 +13,7 @@ from kvstore.errors import KVStoreError
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import Amount, amounts_of, sum_of
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["router"]

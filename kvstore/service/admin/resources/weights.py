@@ -14,7 +14,7 @@ from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, Amount, Confirm, amounts_of, sum_of
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 
 __all__ = ["router"]
 

@@ -1,17 +1,71 @@
-"""Batches small items: those that arrive while a call runs are sent together in the next call."""
+"""Calls that several callers share: one for equal keys, or one for all items that arrive during the previous one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvstore.errors import Closed, KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "SingleFlight"]
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class SingleFlight(Generic[Key, Value]):
+    """Runs one task per key at a time; all callers for that key get its outcome while it runs."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._flights: dict[Key, _Flight[Value]] = {}
+
+    async def run(self, key: Key, work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+        """Return the outcome of the running flight for `key`, or start `work` as that flight.
+
+        Raises:
+            Closed: The owner of the flights was closed during the call.
+
+        If cancelled, the flight continues while other callers wait for it, and is cancelled when none is left.
+        """
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = _Flight(self._background.spawn(work(), "flight", is_awaited=True))
+            self._flights[key] = flight
+            flight.task.add_done_callback(lambda _: self._forget(key, flight))
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        except asyncio.CancelledError as error:
+            caller = asyncio.current_task()
+            if flight.task.cancelled() and caller is not None and not caller.cancelling():
+                raise Closed("the flight ended with its owner", key=key) from error
+            raise
+        finally:
+            flight.waiters -= 1
+            if flight.waiters == 0 and not flight.task.done():
+                self._forget(key, flight)
+                flight.task.cancel()
+
+    def _forget(self, key: Key, flight: _Flight[Value]) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+
+class _Flight(Generic[Value]):
+    __slots__ = ("task", "waiters")
+
+    def __init__(self, task: asyncio.Task[Value]) -> None:
+        self.task = task
+        self.waiters = 0
+
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -67,7 +121,7 @@ class Batches(Generic[Item, Answer]):
                 answer: Answer | KVStoreError
                 try:
                     answer = await self._call([item for item, _ in batch])
-                except KVStoreError as error:  # set as a result: perhaps nobody waits for the future any more
+                except KVStoreError as error:  # set as a result: an exception that no caller retrieves would be logged
                     answer = error
                 except BaseException:  # the owner closes: those that wait are not sent either
                     _resolve(batch + self._waiting, Closed("closed before a call was made or had ended"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.service.told_settings import named_credentials, settings_of, told_settings
+from kvstore.service.reported_settings import named_credentials, reported_settings, settings_of
 from kvstore.settings import Settings, load_settings, settings_from
 
 PASSWORD, TOKEN, KEY, QUERY = "p@ss:w/örd", "a-token-of-tcp-peers", "vault-token-1234", "api-key-5678"
@@ -22,7 +22,7 @@ SECRETS = {
 
 
 def told_text(settings: Settings) -> str:
-    return json.dumps(told_settings(settings))
+    return json.dumps(reported_settings(settings))
 
 
 def test_no_secret_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_logins_of_s3_are_named_where_they_are_missing(tmp_path: Path, monkeypat
     """By name, and only where the tool has no login of its own."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
-    told = told_settings(load_settings({"cold": "s3://bucket/p", "memory_bytes": "1GiB"}))
+    told = reported_settings(load_settings({"cold": "s3://bucket/p", "memory_bytes": "1GiB"}))
     assert named_credentials(told) == []
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     assert named_credentials(told) == ["AWS_ACCESS_KEY_ID"]

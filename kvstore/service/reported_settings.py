@@ -1,29 +1,29 @@
-"""The settings that a service works with, for tools that ask it: without secrets, each with where it came from."""
+"""The settings that a service runs with, as it reports them to tools; and the secrets that no text may show."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
-from kvstore.service.secrets import HIDDEN, secrets_of, without_secrets
-from kvstore.settings import Settings, settings_from
+from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
 from kvstore.tiers.locations import RedisLocation, S3Location, parse_hot
 
-__all__ = ["named_credentials", "settings_of", "told_settings"]
+__all__ = ["named_credentials", "reported_settings", "secrets_of", "settings_of", "without_secrets"]
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
 _OWN = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
-"""Settings with which a tool itself connects: its own count where it has some."""
+"""Settings with which a tool itself connects: where it has its own, these count."""
 
 
-def told_settings(settings: Settings) -> dict[str, object]:
+def reported_settings(settings: Settings) -> dict[str, object]:
     """`settings`: by name, its `value` as a flag spells it (`None`: not set) and its `source`; `credentials`: the
     variables with which the service logs in to S3, by name only.
 
@@ -31,39 +31,39 @@ def told_settings(settings: Settings) -> dict[str, object]:
     come from its AWS environment.
     """
     secrets = secrets_of(settings)
-    told: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name in Settings.model_fields:
         text = _spelled(name, getattr(settings, name))
-        told[name] = {
+        values[name] = {
             "value": None if text is None else without_secrets(text, secrets),
             "source": settings.source(name),
         }
     credentials = [name for name in _CREDENTIALS if os.getenv(name)] if isinstance(settings.cold, S3Location) else []
-    return {"settings": told, "credentials": credentials}
+    return {"settings": values, "credentials": credentials}
 
 
-def named_credentials(told: Mapping[str, object]) -> list[str]:
+def named_credentials(reported: Mapping[str, object]) -> list[str]:
     """The variables that a tool needs to log in as the service does, and does not have here."""
-    listed = told.get("credentials")
+    listed = reported.get("credentials")
     names = [str(name) for name in listed] if isinstance(listed, list | tuple) else []
     has_own = os.getenv("AWS_ACCESS_KEY_ID") or os.getenv("AWS_PROFILE") or _shared_credentials().exists()
     return [] if has_own else names
 
 
-def settings_of(told: Mapping[str, object], local: Settings) -> tuple[Settings, list[str]]:
-    """The settings that a service tells of, and the names of those with a secret that is not known here.
+def settings_of(reported: Mapping[str, object], local: Settings) -> tuple[Settings, list[str]]:
+    """The settings that a service reports, and the names of those with a secret that is not known here.
 
     Args:
-        told: As `told_settings` returns it.
-        local: The tool's own settings. Where one is equal but for the secret, it takes the place of the told one; and
-            a tool connects with its own certificates and token.
+        reported: As `reported_settings` returns it.
+        local: The tool's own settings. One that differs only in its secret replaces the reported one. A tool connects
+            with its own certificates and token.
 
     Raises:
         InvalidRequest: The answer is not one of this release, or a value is not one that this release knows.
     """
-    listed = told.get("settings")
+    listed = reported.get("settings")
     if not isinstance(listed, Mapping):
-        raise InvalidRequest("the service does not tell its settings: it is of another release")
+        raise InvalidRequest("the service does not report its settings: it is of another release")
     values: dict[str, object] = {}
     lacking: list[str] = []
     for name, one in listed.items():
@@ -82,7 +82,7 @@ def settings_of(told: Mapping[str, object], local: Settings) -> tuple[Settings, 
 
 
 def _is_place(own: object, text: str) -> bool:
-    """Whether a setting here is the Redis that a service tells of, with whatever login."""
+    """Whether a setting here is the Redis that a service reports, apart from the login."""
     return isinstance(own, RedisLocation) and _without_login(own) == _without_login(parse_hot(text))
 
 
@@ -106,7 +106,7 @@ def _spelled(name: str, value: object) -> str | None:
         case Mapping():
             return ",".join(f"{tenant}={_quota(quota)}" for tenant, quota in value.items()) or None
         case str() if name == "encryption_keys" and value.startswith("command:"):
-            return f"command:{HIDDEN}"  # the command may contain what it asks for the keys with
+            return f"command:{HIDDEN}"  # the command may contain the credentials of a key service
         case str() if name == "otlp_traces_endpoint":
             place, question, _ = value.partition("?")
             return f"{place}?{HIDDEN}" if question else place
@@ -137,3 +137,40 @@ def _first(names: Sequence[str]) -> str | None:
 
 def _quota(quota: Quota) -> str:
     return f"{quota.guaranteed_bytes or ''}:{quota.maximum_bytes if quota.maximum_bytes is not None else ''}"
+
+
+_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", TOKEN_VARIABLE)
+_TOKEN_BYTES_MAX = 4096
+HIDDEN = "***"
+
+
+def secrets_of(settings: Settings) -> list[str]:
+    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that no secret is
+    hidden only in part because another one is contained in it.
+    """
+    hot, cold = settings.hot, settings.cold
+    found = [hot.password] if isinstance(hot, RedisLocation) else []
+    if isinstance(cold, S3Location) and cold.endpoint_url is not None:
+        found.append(urlsplit(cold.endpoint_url).password)
+    if settings.token_file is not None:
+        try:
+            with settings.token_file.open("rb") as file:
+                found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
+        except OSError:
+            pass  # reported where the token is needed
+    found += [os.getenv(name) for name in _VARIABLES]
+    spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
+    return sorted(spellings, key=len, reverse=True)
+
+
+def _spellings(secret: str) -> tuple[str, ...]:
+    """A secret as it is, in a url, and quoted by Python and JSON."""
+    return secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1], json.dumps(secret)[1:-1]
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """A text with each secret hidden."""
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return text
