@@ -136,7 +136,7 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
 ) -> None:
     """A book that all services share has lost an order, and is too full to take it again: what others order is followed
     as soon as there is room, and the service looks until then."""
-    monkeypatch.setattr("kvstore.store.retention.operator_rules._LOOK_S", 0.01)
+    monkeypatch.setattr("kvstore.store.retention.operator_rules._POLL_S", 0.01)
     monkeypatch.setattr(FileTextStore, "is_shared", True)
     path = tmp_path / "orders.json"
     book = FileTextStore(tmp_path, OPERATOR_RULES)

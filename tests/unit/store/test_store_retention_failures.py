@@ -119,7 +119,7 @@ async def test_a_tier_that_refuses_leaves_no_hole(
     assert await world.used_bytes() == 3 * BOUNDARY_BYTES
     assert world.meters.get("retention_failures", tier=world.tier.name) == 1
     assert await retention.round() == 0
-    assert [record.getMessage().count("not now") for record in caplog.records if "deleted" in record.message] == [1]
+    assert [record.getMessage().count("not now") for record in caplog.records if "eviction" in record.message] == [1]
     monkeypatch.setattr(world.tier, "delete", real)
     assert await retention.round() == 3 * BOUNDARY_BYTES
     assert await world.held(path) == [0, 0, 0]
