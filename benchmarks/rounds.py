@@ -19,7 +19,7 @@ from kvstore.catalog.base import Addition, BoundaryEntry, entry_of
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import SoleOwnership
 from kvstore.catalog.entry import EntryShape, Level
-from kvstore.eviction.candidates import POLICIES
+from kvstore.eviction.candidates import POLICIES, Candidate
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
@@ -28,7 +28,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules
-from kvstore.store.retention.policy_choice import FixedChoice
+from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.records import NAMESPACE
 from kvstore.tiers.memory import MemoryTier
@@ -156,7 +156,7 @@ async def _round(num_entries: int, policy: str) -> Row:
         catalog,
         SoleOwnership(),
         RetentionRules(budget_bytes=32 * num_entries * _RECORD_BYTES, start_share=0.97, stop_share=0.92),
-        choice=FixedChoice(policy),
+        choice=PolicyChoice([Candidate(policy)]),
         instruments=Instruments(),
     )
     stop_s = stop_cpu_s = 0.0

@@ -19,7 +19,7 @@ from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules, shares
-from kvstore.store.retention.policy_choice import AutoChoice, FixedChoice, candidates_of
+from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
@@ -70,8 +70,7 @@ async def open_retention(
         start_bytes = int(budget_bytes * bounds.start_share)
         budget_gate = BudgetGate(budget_bytes, start_bytes, instruments.clock, is_shared=not is_alone)
     admission = _admission(settings, recorder, cold, instruments, is_bounded=budget_bytes is not None)
-    candidates = candidates_of(settings.retention_policy, settings.retention_admission)
-    choice = AutoChoice(candidates, admission) if len(candidates) > 1 else FixedChoice(candidates[0], admission)
+    choice = PolicyChoice(candidates_of(settings.retention_policy, settings.retention_admission), admission)
     owner = RetentionOwner(
         cold,
         recorder.catalog,

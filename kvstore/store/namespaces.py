@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
+from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.record import MAX_RECORD_BYTES
@@ -22,7 +22,7 @@ from kvstore.store.context import StoreContext
 from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier
 
-__all__ = ["Manifests", "OpenNamespaces", "check_header", "check_key"]
+__all__ = ["Manifests", "OpenNamespaces", "check_header", "check_key", "read_description"]
 
 _IDLE_S = 600.0
 """A namespace that was used within this time stays open. An engine whose weights change opens one for each version."""
@@ -156,6 +156,25 @@ def check_header(header: HeaderV1, layout: Layout, tokens: int | None = None) ->
         )
     if header.payload_bytes > MAX_RECORD_BYTES or header.decoded_bytes > MAX_RECORD_BYTES:
         raise CorruptRecord(f"a record has at most {MAX_RECORD_BYTES} bytes", key=header.key)
+
+
+async def read_description(
+    namespace: NamespaceId, tiers: Iterable[Tier | None], *, deadline: Deadline
+) -> NamespaceDescription | None:
+    """The description of a namespace from the first tier that has a readable manifest; `None`: there is none. A damaged
+    manifest, or one of a later release, counts as none.
+
+    Raises:
+        Unavailable: A tier does not answer.
+    """
+    for tier in tiers:
+        manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
+        with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
+            if manifest is not None:
+                description = parse_manifest(manifest, namespace)
+                description.layout()
+                return description
+    return None
 
 
 class Manifests:

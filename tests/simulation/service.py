@@ -20,7 +20,7 @@ from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules, shares
-from kvstore.store.retention.policy_choice import AutoChoice, candidates_of
+from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.reindexing import mark_if_empty
 from kvstore.testing.dict_pending import DictPendingLog
@@ -126,7 +126,7 @@ class Service:
         rule = self.sizes.admission
         own_rule = AdmitAll.name if rule == AUTO else rule
         admission = ColdAdmission(own_rule, instruments, self.recorder.parent_of)
-        choice, budget_gate = AutoChoice(candidates_of(AUTO, rule), admission), None
+        choice, budget_gate = PolicyChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)
             budget_gate = BudgetGate(budget_bytes, int(budget_bytes * start), clock, is_shared=True)

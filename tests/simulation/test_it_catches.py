@@ -41,7 +41,7 @@ class HastyStore(TieredStore):
                 await super(HastyStore, self).save(record, ack=ack, retention=retention, deadline=deadline)
 
         verify_payload(record)
-        self._background.spawn(later(), "a save")
+        self._context.background.spawn(later(), "a save")
         return SaveOutcome.STORED
 
 

@@ -79,7 +79,7 @@ class Losses:
     def at(self, tenant: str, namespace: NamespaceId, stop: Boundary, groups: int, now_ms: int) -> ReportedLoss | None:
         """The loss of a record that was missing at a boundary, of whose groups those in the bits `groups` were there.
 
-        A record that can never be saved comes first: it would not be there whatever else happened to it.
+        A record that can never be saved comes first: it would be missing in any case.
         """
         kept = self._tenants.get(tenant)
         if kept is None:
@@ -142,10 +142,10 @@ class Recent:
             counts["reasons", _word(reason)] += 1
 
     def counts(self) -> Mapping[str, object]:
-        """`window_s`, and over it: `requests` by result, `tokens` by part, `reasons` why requests were resumed no
-        further, `losses`: records that engines computed and did not save, by the reason, `too_large`: of engines that
-        can never save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are
-        those of the meters `requests`, `request_tokens` and `saves_lost`.
+        """Over `window_s`: `requests` by result, `tokens` by part, `reasons` why requests were resumed no further, and
+        `losses`: records that engines computed and did not save, by the reason. `too_large`: of engines that can never
+        save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are those of the
+        meters `requests`, `request_tokens` and `saves_lost`.
         """
         first = self._first()
         total: Counter[tuple[str, str]] = Counter()

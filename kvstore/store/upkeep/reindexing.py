@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar, cast
 
 from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Removal
 from kvstore.catalog.entry import EntryTable, Level
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
-from kvstore.format.manifest import parse_manifest
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
-from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.store.namespaces import read_description
 from kvstore.store.placement import slices_of
 from kvstore.tiers.base import Entry, Tier
 
@@ -78,8 +77,8 @@ async def reindex_level(
     report what they store and delete, and the walk checks the tier again before it removes an entry. It compares no
     times, so the clocks of the services and of this process need not agree.
 
-    Interrupted and called again, it lists everything again but adds only what the catalog still lacks, whatever the
-    tier's order. Every boundary that was listed is remembered until the end (docs/catalog.md gives the memory that this
+    Interrupted and called again, it lists everything again but adds only what the catalog still lacks, in any order of
+    the tier. Every boundary that was listed is remembered until the end (docs/catalog.md gives the memory that this
     takes). Positions and parents are learnt when the records are read.
 
     Args:
@@ -255,7 +254,9 @@ class _Walk:
     async def _is_known(self, namespace: NamespaceId) -> bool:
         """Whether the namespace's manifest could be read, so that the catalog knows its layout."""
         if namespace not in self._known:
-            described = await self._description(namespace)
+            described = await self._patiently(
+                lambda deadline: read_description(namespace, self._manifests, deadline=deadline)
+            )
             if described is not None:
                 layout, tenant = described.layout(), described.tenant
                 await self._patiently(
@@ -263,19 +264,6 @@ class _Walk:
                 )
             self._known[namespace] = described is not None
         return self._known[namespace]
-
-    async def _description(self, namespace: NamespaceId) -> NamespaceDescription | None:
-        for tier in self._manifests:
-            manifest = await self._manifest(tier, namespace)
-            with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
-                if manifest is not None:
-                    described = parse_manifest(manifest, namespace)
-                    described.layout()
-                    return described
-        return None
-
-    async def _manifest(self, tier: Tier, namespace: NamespaceId) -> bytes | None:
-        return await self._patiently(lambda deadline: tier.get_manifest(namespace, deadline=deadline))
 
     async def _patiently(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
         for attempt in range(_ATTEMPTS):

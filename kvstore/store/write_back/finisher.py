@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from itertools import islice
 
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending import PendingEntry, PendingLog
-from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
-from kvstore.format.manifest import parse_manifest
+from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
+from kvstore.store.namespaces import read_description
 from kvstore.store.recorder import Recorder
 from kvstore.store.write_back.pending_writes import PendingWrites
 from kvstore.tiers.base import PutOutcome, Tier
@@ -194,13 +193,10 @@ class Finisher:
         """
         if self._recorder is None or self._recorder.knows(namespace):
             return
-        for tier in (self._cold, self._hot):
-            manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
-            with suppress(CorruptRecord, UnsupportedFormat):  # damaged, or of a later release: as if there were none
-                if manifest is not None:
-                    description = parse_manifest(manifest, namespace)
-                    self._recorder.register(namespace, description.layout(), description.tenant)
-                    return
+        description = await read_description(namespace, (self._cold, self._hot), deadline=deadline)
+        if description is not None:
+            self._recorder.register(namespace, description.layout(), description.tenant)
+            return
         if self._nameless.setdefault(namespace, deadline).expired:
             return
         raise Unavailable("a namespace has no manifest yet", namespace=namespace.hex())

@@ -248,7 +248,7 @@ class PendingWrites:
             for write in writes
             if write.in_cold or not (write.in_hot or write.is_unsure) or (write.is_short and write.is_ours)
         ]
-        # once a record is in the cold tier the hot one may evict it, whichever service wrote it there
+        # once a record is in the cold tier the hot one may evict it, no matter which service wrote it there
         evictable = [write.entry.key for write in done if write.in_cold]
         short = [write.entry.key for write in done if write.in_hot and not write.in_cold]
         if short:  # another owner of an entry, or a service that claimed it, may rely on the record

@@ -11,6 +11,7 @@ from kvstore.catalog.base import Addition, LeaveReason, Removal
 from kvstore.catalog.coordination import Ownership, SoleOwnership
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
+from kvstore.eviction.candidates import Candidate
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
@@ -21,7 +22,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules
-from kvstore.store.retention.policy_choice import FixedChoice
+from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.memory import MemoryTier
 
@@ -70,7 +71,7 @@ class RetainedTier:
             self.catalog,
             ownership or SoleOwnership(),
             RetentionRules(**rules),  # type: ignore[arg-type]
-            choice=FixedChoice("lru"),
+            choice=PolicyChoice([Candidate("lru")]),
             instruments=Instruments(self.clock, self.meters),
             budget_gate=budget_gate,
         )

@@ -23,7 +23,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import Presence
 from kvstore.store.retention import RetentionParts, cold_admission
 from kvstore.store.retention.cold_admission import ColdAdmission
-from kvstore.store.retention.policy_choice import AutoChoice, FixedChoice, candidates_of
+from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictOwnership, DictPendingLog, LeaseBooks, PendingBooks
 from kvstore.testing.faults import FaultyTier
@@ -325,9 +325,7 @@ class TestTheRule:
         a fixed rule holds always.
         """
         admission = self.admission(Clock())
-        choice = AutoChoice(candidates_of("lru", setting), admission)
-        if setting == "second_sight":
-            choice = FixedChoice(candidates_of("lru", setting)[0], admission)  # type: ignore[assignment]
+        choice = PolicyChoice(candidates_of("lru", setting), admission)
         for number in range(2000):
             name = f"often {number // 4 % 30}" if number % 4 == 0 else f"once {number}"
             prompt = Prompt(ATTENTION, name, 256, step_tokens=64)

@@ -15,11 +15,12 @@ from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.candidates import CANDIDATES
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.retention.plan import RetentionRules
-from kvstore.store.retention.policy_choice import AutoChoice
+from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.virtual_time
@@ -159,7 +160,7 @@ async def test_rules_that_make_no_sense_are_refused() -> None:
 
 async def test_auto_follows_the_lookups_of_this_node() -> None:
     """Most prompts are short and never return; they evict the few long ones that do, except under one policy."""
-    choice = AutoChoice()
+    choice = PolicyChoice(CANDIDATES)
     assert choice.make_policy().name == "lru"
     for number in range(2500):
         talk, first = (f"kept {number % 3}", 101) if number % 5 == 0 else (f"once {number}", 1)
