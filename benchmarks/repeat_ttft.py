@@ -194,7 +194,7 @@ class _Bench:
             with start_engine(spec, work=WORK, name="bench-restore") as engine:
                 engine.generate([_warm_up(1 + turn)], timeout_s=_ANSWER_S)
                 (answer,) = engine.generate([self.request], timeout_s=_ANSWER_S)
-                raw_bytes = engine.connector_counters().get("connector_raw_bytes_loaded", 0)
+                raw_bytes = engine.connector_counters().get("connector_loaded_bytes", 0)
             counters = node.counters()
         figures.restored_s.append(answer.ttft_s)
         figures.external_tokens = answer.num_cached_tokens

@@ -74,7 +74,7 @@ def row_of(name: str, reference: Reference, run: Run) -> Row:
         external_tokens=run.answer.num_cached_tokens,
         recompute_ttft_s=computed.ttft_s,
         restored_ttft_s=run.answer.ttft_s,
-        raw_bytes=int(run.counters.get("connector_raw_bytes_loaded", 0)),
+        raw_bytes=int(run.counters.get("connector_loaded_bytes", 0)),
         stored_bytes=run.stored_bytes,
         outputs_equal=run.answer.tokens == resumed.tokens,
         logprob_difference=run.answer.difference(resumed),

@@ -302,7 +302,7 @@ class Rank:
 
     def _load(self, request_id: str) -> float:
         from connector.jobs import LoadJob, StepJobs
-        from connector.scheduler.load_plan import plan_load
+        from connector.scheduler.plans import plan_load
         from kvstore.api import PrefixQuery
 
         model = self._model

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from connector.bridge import Bridge
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJob, AuditJobs, BlockIds, LoadPiece, RankReport
 from connector.scheduler.audit_records import AuditRecord, records_of
-from connector.scheduler.bridge import Bridge
-from connector.scheduler.load_plan import blocks_of
-from connector.scheduler.saves import Offer
+from connector.scheduler.facts import StateOffer
+from connector.scheduler.plans import blocks_of
 from kvstore.api import Deadline, LeaseId, PageStore, Staged
 from kvstore.errors import Closed, InternalError
 from kvstore.model.keys import PrefixHash
@@ -210,7 +210,7 @@ class Audits:
         computed_tokens: Mapping[str, int],
         final_tokens: Mapping[str, int],
         tables: Mapping[str, Sequence[Sequence[int]]],
-        offers: Mapping[str, Sequence[Offer]],
+        offers: Mapping[str, Sequence[StateOffer]],
         preempted: Sequence[str],
     ) -> AuditJobs:
         """The audit's part of a step.
@@ -247,7 +247,7 @@ class Audits:
         return AuditJobs(tuple(records), read_backs, gone)
 
     def _pieces(
-        self, audit: _Audit, final_tokens: int, tables: Tables, offers: Sequence[Offer]
+        self, audit: _Audit, final_tokens: int, tables: Tables, offers: Sequence[StateOffer]
     ) -> tuple[LoadPiece, ...]:
         assert audit.from_tokens is not None
         pieces: list[LoadPiece] = []
@@ -263,7 +263,7 @@ class Audits:
         return tuple(pieces)
 
     def _place(
-        self, record: AuditRecord, from_tokens: int, tables: Tables, offers: Sequence[Offer]
+        self, record: AuditRecord, from_tokens: int, tables: Tables, offers: Sequence[StateOffer]
     ) -> list[LoadPiece] | None:
         """Where the computed content of a record is, or `None` if the engine did not compute or keep it."""
         group = self._shape.groups[record.group]
@@ -388,7 +388,7 @@ class Audits:
             self._bridge.submit(work)
 
 
-def _is_of(offer: Offer, record: AuditRecord) -> bool:
+def _is_of(offer: StateOffer, record: AuditRecord) -> bool:
     return offer.boundary_tokens == record.stop_tokens
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import xxhash
 
+from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
 from connector.device.host_pages import PageShare
 from connector.jobs import AuditJob, AuditJobs, LoadPiece, RankReport
-from connector.scheduler.bridge import Bridge
 from connector.worker.differences import (
     bound_for,
     canonical_bytes,

@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import Device, Fence
 from connector.jobs import LoadJob, LoadPiece
-from connector.scheduler.bridge import Bridge
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup
 from connector.worker.staging import RecordMemory, view
@@ -236,7 +236,7 @@ class Loader:
             group.copier.scatter(runs, piece.block_ids, page, piece.first_block, load.after)
             if self._auditor is not None and load.audited is not None:
                 self._auditor.placed(load.audited, piece, page)
-        self._meters.add("connector_raw_bytes_loaded", expected)
+        self._meters.add("connector_loaded_bytes", expected)
 
     @contextmanager
     def _scratch_page(self, num_bytes: int) -> Iterator[torch.Tensor]:

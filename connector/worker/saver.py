@@ -16,11 +16,11 @@ from operator import attrgetter
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
 from connector.device.host_pages import PageShare
 from connector.jobs import RankReport, SaveJob
-from connector.losses import Losses, Lost
-from connector.scheduler.bridge import Bridge
+from connector.losses import LossReason, LossReporter
 from connector.worker.groups import RankGroup
 from connector.worker.spare_time import SpareTime
 from connector.worker.staging import RecordMemory, view
@@ -40,7 +40,12 @@ __all__ = ["Saver"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
-_LOST = {"busy": Lost.BUSY, "stopped": Lost.STOPPED, "no_buffer": Lost.NO_ROOM, "no_room": Lost.NO_ROOM}
+_LOST = {
+    "busy": LossReason.BUSY,
+    "stopped": LossReason.STOPPED,
+    "no_buffer": LossReason.NO_ROOM,
+    "no_room": LossReason.NO_ROOM,
+}
 """Why a record is lost, by the outcome of its save; all others: the store did not take it."""
 
 _group_of = attrgetter("group")
@@ -75,7 +80,7 @@ class Saver:
         pages: PageShare,
         memory: RecordMemory,
         meters: Meters,
-        losses: Losses,
+        losses: LossReporter,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)
@@ -204,10 +209,10 @@ class Saver:
             )
         except Unavailable:
             return "busy"
-        self._meters.add("connector_raw_bytes_saved", gathered.header.decoded_bytes)
+        self._meters.add("connector_saved_raw_bytes", gathered.header.decoded_bytes)
         outcome = await store.save(record, retention=gathered.retention, deadline=deadline)
         if outcome is SaveOutcome.STORED:
-            self._meters.add("connector_bytes_stored", record.num_bytes)
+            self._meters.add("connector_saved_bytes", record.num_bytes)
         return outcome.value
 
     def _done(self, job_id: int, outcome: str) -> None:
@@ -234,12 +239,12 @@ class Saver:
         """Tell what a job lost: one report for each outcome, with the number of its records."""
         job = ended.job
         for outcome, num_records in ended.lost.items():
-            self._losses.tell(
+            self._losses.report(
                 request_id=job.request_id,
                 namespace=job.namespace,
                 boundary=Boundary(job.stop_tokens, job.prefix),
                 group=job.group,
-                reason=_LOST.get(outcome, Lost.FAILED),
+                reason=_LOST.get(outcome, LossReason.FAILED),
                 detail={} if outcome in _LOST else {"outcome": outcome},
                 records=num_records,
             )

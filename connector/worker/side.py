@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import Device, Fence
 from connector.device.choose import open_device
 from connector.device.cpu import CpuDevice
 from connector.device.host_pages import PAGE_ALIGN_BYTES, HostPages, PageShare
 from connector.facts import EngineFacts
+from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
-from connector.losses import Losses
-from connector.room import page_bytes, save_room
-from connector.scheduler.bridge import Bridge
+from connector.losses import LossReporter
 from connector.settings import ConnectorSettings
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup, prove_group
@@ -57,8 +57,8 @@ class WorkerSide:
         self._shape = shape
         self._bridge = bridge
         self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
-        self._room = save_room(settings, facts, shape)
-        self._limit_bytes = max(self._room.in_flight_bytes, 64 << 20)
+        self._budget = host_memory_budget(settings, facts, shape)
+        self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
         self._save_threads: SpareTime | None = None
         self._memory: RecordMemory | None = None
@@ -119,10 +119,10 @@ class WorkerSide:
             # an engine that only saves does so for others, who wait for its pages
             patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
             # a page that is encoded a second time is still read by the first thread when its job is done
-            pages=PageShare(pages, self._room.in_flight_bytes + scratch_bytes),
+            pages=PageShare(pages, self._budget.in_flight_bytes + scratch_bytes),
             memory=self._memory,
             meters=self.meters,
-            losses=Losses(self._bridge, self.meters),
+            losses=LossReporter(self._bridge, self.meters),
         )
         if self._audits:
             self.auditor = Auditor(
@@ -151,7 +151,7 @@ class WorkerSide:
 
     def _open_device(self, where: torch.device) -> Device:
         """The device, with a ring for as many pages as may be in flight; the check of its copies needs one of them."""
-        ring_bytes = max(self._room.in_flight_bytes if self._gathers else 0, check_bytes(self._shape.groups))
+        ring_bytes = max(self._budget.in_flight_bytes if self._gathers else 0, check_bytes(self._shape.groups))
         slice_bytes = self._largest_slice_bytes()
         return open_device(where, ring_bytes=ring_bytes, page_bytes_max=slice_bytes, num_lanes=self._num_threads)
 
@@ -166,11 +166,11 @@ class WorkerSide:
 
     def _gathered_bytes(self) -> int:
         """Host memory for pages copied from blocks; the check of the device's copies needs some in any case."""
-        return max(self._room.pinned_bytes if self._gathers else 0, check_bytes(self._shape.groups))
+        return max(self._budget.pinned_bytes if self._gathers else 0, check_bytes(self._shape.groups))
 
     def _audited_bytes(self) -> int:
         """Host memory for pages that are audited, beside that for saves."""
-        return self._room.pinned_bytes // _AUDIT_SHARE if self._audits else 0
+        return self._budget.pinned_bytes // _AUDIT_SHARE if self._audits else 0
 
     def _largest_slice_bytes(self) -> int:
         held = [len(group.slices.slices_of(0, self._facts.tp_size)) for group in self._shape.groups]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -106,74 +106,6 @@ class Use:
     hits: int
     tokens: int = 0
     parent: PrefixHash | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BoundaryEntry:
-    """The catalog's entry of one boundary.
-
-    Attributes:
-        tokens: Its position in tokens; 0: not known, as after a reindex until it is read.
-        parent: The page boundary before it; `None`: not known, or there is none (`tokens` is at most one page).
-        first_use_s: When its first record was stored, in seconds since the Unix epoch.
-        last_use_s: When it was last stored or read.
-        hits: How often it was read.
-        pinned_until_s: When its pin ends; 0: not pinned.
-        slices: Per level and group: a bit for each slice that is stored.
-        group_bytes: Per level and group: the bytes of those slices.
-        leaving: Levels whose records are being deleted: lookups see nothing there.
-    """
-
-    namespace: NamespaceId
-    prefix: PrefixHash
-    tokens: int
-    parent: PrefixHash | None
-    first_use_s: int
-    last_use_s: int
-    hits: int
-    pinned_until_s: int
-    slices: tuple[tuple[int, ...], ...]
-    group_bytes: tuple[tuple[int, ...], ...]
-    leaving: frozenset[Level] = frozenset()
-
-    def num_bytes(self, level: Level) -> int:
-        """Bytes of the boundary's records at a level."""
-        return sum(self.group_bytes[level])
-
-    def num_records(self, level: Level) -> int:
-        """Records of the boundary at a level."""
-        return sum(bits.bit_count() for bits in self.slices[level])
-
-    def keys(self, level: Level) -> list[RecordKey]:
-        """The records at a level."""
-        return [
-            RecordKey(self.namespace, self.prefix, group, slice_)
-            for group, bits in enumerate(self.slices[level])
-            for slice_ in range(bits.bit_length())
-            if bits >> slice_ & 1
-        ]
-
-
-def entry_of(shape: EntryShape, namespace: NamespaceId, prefix: PrefixHash, data: bytes) -> BoundaryEntry:
-    """An entry's bytes as a value.
-
-    Raises:
-        CorruptRecord: They are no entry of this shape.
-    """
-    head = shape.head(data)
-    return BoundaryEntry(
-        namespace=namespace,
-        prefix=prefix,
-        tokens=head.tokens,
-        parent=head.parent,
-        first_use_s=head.first_use_s,
-        last_use_s=head.last_use_s,
-        hits=head.hits,
-        pinned_until_s=head.pinned_until_s,
-        slices=(shape.slices(data, Level.HOT), shape.slices(data, Level.COLD)),
-        group_bytes=(shape.group_bytes(data, Level.HOT), shape.group_bytes(data, Level.COLD)),
-        leaving=head.leaving,
-    )
 
 
 @dataclass(frozen=True, slots=True)

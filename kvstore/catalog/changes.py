@@ -17,7 +17,7 @@ from kvstore.catalog.entry import (
     Level,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import PrefixHash
+from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 
 __all__ = ["EntryEdit", "packed_with"]
 
@@ -108,7 +108,7 @@ class EntryEdit:
         """Set position and parent where they were not known."""
         if tokens and not self.number(TOKENS_AT):
             self.set_number(TOKENS_AT, tokens)
-        if parent is not None and self.shape.head(bytes(self.data)).parent is None:
+        if parent is not None and not any(self.data[PARENT_AT : PARENT_AT + PREFIX_BYTES]):
             self.data[PARENT_AT : PARENT_AT + len(parent)] = parent
 
     def mark_used(self, now_s: int, hits: int = 0) -> None:

@@ -76,7 +76,7 @@ def judge_vllm(seen: str | None) -> Finding:
     expected = " or ".join(f"{major}.{minor}.x" for major, minor in TESTED_VLLM)
     if seen is None:
         return skipped("vllm", "vLLM is not installed in this Python: run this in the engine's")
-    # as in connector/contract.py: a development build (0.33.1.dev12) may have what only the next release has
+    # as in connector/vllm/contract.py: a development build (0.33.1.dev12) may have what only the next release has
     numbers = re.fullmatch(r"v?([0-9]+)\.([0-9]+)(?:\.[0-9]+)*(?:\.post[0-9]+)?(?:\+[A-Za-z0-9.]+)?", seen)
     if numbers is None or (int(numbers[1]), int(numbers[2])) not in TESTED_VLLM:
         major, minor = TESTED_VLLM[-1]

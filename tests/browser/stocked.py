@@ -48,9 +48,9 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
         await client.flushdb()
     hot = f"redis://{redis.host}:{redis.port}"
     async with open_service(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
-        await made.port._watcher.aclose()
+        await made.port.watcher.aclose()
         clock = HourAgo()
-        watcher = Watcher(made.store, made.port._service.history, made.store.events, clock=clock)
+        watcher = Watcher(made.store, made.service.history, made.store.events, clock=clock)
         for prompt in (RED, BLUE, BRANCH):
             await made.save(prompt)
         for number in range(STEPS):
@@ -58,9 +58,8 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
             clock.ahead_ms += 60_000
             await watcher.step()
         await made.settle()
-        assert made.store._recorder is not None
         uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]
-        await made.store._recorder.catalog.use(RED.namespace, uses, deadline=soon())
+        await made.catalog.use(RED.namespace, uses, deadline=soon())
         tell_of_a_bad_night(made)
         await give_it_work(made)
         yield made

@@ -95,7 +95,7 @@ async def test_garbage_is_tried_dry_and_collected(made: ServiceHarness, visiting
         assert (await client.get(path)).json()["num_boundaries"] == 3
         await visit.shoot_twice("garbage")
         await press(visit, "Delete for good")
-        await visit.page.get_by_text("Deleted: 6 records from filesystem").wait_for()
+        await visit.page.get_by_text("Deleted: 6 records from filesystem.").wait_for()
         assert (await client.get(path)).json()["num_boundaries"] == 0
         for name in ("garbage collection", "garbage collection, dry run"):
             await visit.page.get_by_role("button", name=name, exact=True).wait_for()

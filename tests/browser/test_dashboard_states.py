@@ -86,7 +86,7 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
             await page.get_by_text("live", exact=True).wait_for()
             redis.kill9()
             while made.store.events.after(0)[-1].kind.value != "tier_down":
-                await made.port._watcher.step()
+                await made.port.watcher.step()
             await page.get_by_text("tier redis is off").wait_for()
             await visit.open("tiers")
             await page.locator(".badge.bad", has_text="not used until").wait_for()
@@ -149,12 +149,12 @@ async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting
         ):
             page = visit.page
             await made.save(prompt_of("a"))
-            await made.port._watcher.step()
+            await made.port.watcher.step()
             await visit.open("tiers")
             redis.freeze()
             try:
                 while made.store.events.after(0)[-1].kind.value != "tier_down":
-                    await made.port._watcher.step()
+                    await made.port.watcher.step()
                 await visit.open("tiers")
                 await page.get_by_text("last known, ").first.wait_for()
                 await visit.shoot("tier-frozen-1280-light")

@@ -65,6 +65,5 @@ async def hit(made: ServiceHarness, prompt: Prompt) -> int:
 
 
 async def cold_bytes(made: ServiceHarness) -> int:
-    assert made.store._recorder is not None
-    totals = await made.store._recorder.catalog.totals(deadline=soon())
+    totals = await made.catalog.totals(deadline=soon())
     return sum(held.levels[Level.COLD].num_bytes for held in totals.values())

@@ -13,7 +13,8 @@ import pytest
 from redis.asyncio import Redis
 
 from connector.identity import describe_namespace
-from connector.scheduler.side import PromptFacts, SchedulerSide
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.api import Ack, Deadline, Outcome
 from kvstore.catalog.redis.catalog import RedisCatalog
@@ -128,7 +129,7 @@ class Engine:
         return len(self.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=9, deadline=soon())))
 
     def close(self) -> None:
-        for state in self.side.ledger:
+        for state in list(self.side.requests.values()):
             self.side.on_finished(state.request_id)
         self.side.shutdown()
         self.bridge.close()

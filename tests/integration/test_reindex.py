@@ -308,7 +308,7 @@ async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path, monke
                 raise AssertionError("nothing is gone that nobody has looked at")
 
             third = Reconciler(other, Meters())
-            monkeypatch.setattr(third, "walk", walk)
+            monkeypatch.setattr(third, "compare", walk)
             assert await third.check() == 0
         told = (await _totals(settings, prompt.namespace)).levels[Level.HOT]
         assert (told.num_records, told.num_bytes) == await _scanned(settings, Level.HOT)

@@ -90,7 +90,7 @@ async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path)
         await made.save(prompt_of("a"))
         (before,) = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "redis"]
         assert before["usage"]["used_bytes"] > 0 and before["last_known"] is None and before["own_at_s"] is None
-        await made.port._watcher.step()
+        await made.port.watcher.step()
         redis.freeze()
         await asyncio.sleep(1.1)  # what the catalog told is believed for a second
         (after,) = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "redis"]
@@ -98,8 +98,8 @@ async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path)
         assert after["last_known"]["used_bytes"] > 0
         assert abs(after["last_known"]["at_s"] - time.time()) < 60
         assert after["own"] == before["own"] and after["own_at_s"] is not None
-        await made.port._watcher.step()
-        samples = made.port._watcher._history.samples()
+        await made.port.watcher.step()
+        samples = made.service.history.samples()
         assert samples[0].tier_bytes["redis"] > 0 and "redis" not in samples[-1].tier_bytes
         redis.thaw()
 

@@ -110,7 +110,7 @@ def test_a_redis_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(self: Reconciler) -> int:
         return 0
 
-    monkeypatch.setattr(Reconciler, "look", look)
+    monkeypatch.setattr(Reconciler, "check", look)
     assert "still tells of it" in first_violation()
 
 

@@ -48,11 +48,11 @@ _FACTS = struct.Struct(f"<{_OWNER_BYTES}sQI")
 _CALLS_MAX = 8
 """Calls of one owner that run at a time, and so the connections that it takes."""
 
-_NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000) "
 # Scripts that free memory, or take no more of it, also run on a full server, which could otherwise never drain.
 _ALWAYS = "#!lua flags=allow-oom\n"
 
-_WHOLE = """
+_COMMON = """
+local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)
 for at, kind in ipairs({'zset', 'hash', 'string'}) do
   local seen = redis.call('TYPE', KEYS[at]).ok
   if seen ~= kind and seen ~= 'none' then redis.call('DEL', KEYS[at]) end
@@ -86,10 +86,7 @@ local function grow(bytes)
   local sum = redis.pcall('INCRBY', KEYS[3], string.format('%d', bytes))
   if type(sum) ~= 'number' or sum < 0 or redis.call('HLEN', KEYS[2]) == 0 then counted() end
 end
-"""
-
-# `released`, as an owner, marks an entry that one of its owners has released.
-_OWNERS = """
+-- `released`, as an owner, marks an entry that one of its owners has released
 local released = string.rep('\\0', 16)
 local function with_owners(facts, owners)
   return string.sub(owners, 1, 16) .. string.sub(facts, 17, 28) .. string.sub(owners, 17)
@@ -105,11 +102,12 @@ local function without(owners, owner)
 end
 """
 
-_ADD = (
-    _NOW
-    + _WHOLE
-    + _OWNERS
-    + """
+
+def _script(body: str) -> str:
+    return _COMMON + body
+
+
+_ADD = _script("""
 local grown = 0
 for i = 2, #ARGV, 3 do
   local facts = ARGV[i + 1]
@@ -124,15 +122,9 @@ for i = 2, #ARGV, 3 do
 end
 grow(grown)
 return 1
-"""
-)
+""")
 
-_RENEW = (
-    _ALWAYS
-    + _NOW
-    + _WHOLE
-    + _OWNERS
-    + """
+_RENEW = _ALWAYS + _script("""
 local answers = {}
 for i = 3, #ARGV do
   local facts = facts_of(ARGV[i])
@@ -145,15 +137,9 @@ for i = 3, #ARGV do
   end
 end
 return answers
-"""
-)
+""")
 
-_FINISH = (
-    _ALWAYS
-    + _NOW
-    + _WHOLE
-    + _OWNERS
-    + """
+_FINISH = _ALWAYS + _script("""
 local removed = 0
 for i = 2, #ARGV do
   local facts = facts_of(ARGV[i])
@@ -172,15 +158,9 @@ for i = 2, #ARGV do
 end
 grow(-removed)
 return 1
-"""
-)
+""")
 
-_RELEASE = (
-    _ALWAYS
-    + _NOW
-    + _WHOLE
-    + _OWNERS
-    + """
+_RELEASE = _ALWAYS + _script("""
 for i = 2, #ARGV do
   local facts = facts_of(ARGV[i])
   local owners = facts and owners_of(facts) or ''
@@ -192,14 +172,9 @@ for i = 2, #ARGV do
   end
 end
 return 1
-"""
-)
+""")
 
-_CLAIM = (
-    _ALWAYS
-    + _NOW
-    + _WHOLE
-    + """
+_CLAIM = _ALWAYS + _script("""
 local members = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])
 local answers = {}
 for _, member in ipairs(members) do
@@ -215,21 +190,15 @@ for _, member in ipairs(members) do
   end
 end
 return answers
-"""
-)
+""")
 
 
-_TOTALS = (
-    _ALWAYS
-    + _NOW
-    + _WHOLE
-    + """
+_TOTALS = _ALWAYS + _script("""
 local text = redis.call('GET', KEYS[3]) or '0'
 local bytes = tonumber(text)
 if not string.match(text, '^%d+$') or bytes > 2 ^ 53 then bytes = counted() end
 return {redis.call('ZCARD', KEYS[1]), bytes}
-"""
-)
+""")
 
 
 class RedisPendingLog(PendingLog):
@@ -271,28 +240,26 @@ class RedisPendingLog(PendingLog):
         return True
 
     async def renew(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int]:
-        by_shard = _by_shard(keys)
-        calls = [
-            self._run(_RENEW, shard, deadline, self._owner, self._lease_ms, *map(pack_key, of_shard))
-            for shard, of_shard in by_shard.items()
-        ]
-        replies = await _all(calls)
         owners: dict[RecordKey, int] = {}
-        for of_shard, reply in zip(by_shard.values(), replies, strict=True):
+        for of_shard, reply in await self._each(_RENEW, keys, deadline, self._owner, self._lease_ms):
             owners.update(zip(of_shard, _listed(reply, int, len(of_shard)), strict=True))
         return [owners[key] for key in keys]
 
     async def finish(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._leave(_FINISH, keys, deadline)
+        await self._each(_FINISH, keys, deadline, self._owner)
 
     async def release(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._leave(_RELEASE, keys, deadline)
+        await self._each(_RELEASE, keys, deadline, self._owner)
 
-    async def _leave(self, script: str, keys: Sequence[RecordKey], deadline: Deadline) -> None:
-        by_shard = _by_shard(keys)
-        await _all(
-            [self._run(script, shard, deadline, self._owner, *map(pack_key, keys)) for shard, keys in by_shard.items()]
-        )
+    async def _each(
+        self, script: str, keys: Sequence[RecordKey], deadline: Deadline, *arguments: bytes | int
+    ) -> list[tuple[list[RecordKey], object]]:
+        """Run a script on each shard of the keys; returns the keys of each, and its reply."""
+        by_shard: dict[int, list[RecordKey]] = {}
+        for key in keys:
+            by_shard.setdefault(_shard(key), []).append(key)
+        calls = [self._run(script, at, deadline, *arguments, *map(pack_key, part)) for at, part in by_shard.items()]
+        return list(zip(by_shard.values(), await _all(calls), strict=True))
 
     async def claim(self, limit: int, *, deadline: Deadline) -> list[PendingEntry]:
         """Visits one shard after the other, starting where the last call ended, so that no shard is always last."""
@@ -354,13 +321,6 @@ def _new_owner() -> bytes:
 
 def _shard(key: RecordKey) -> int:
     return key.prefix[0] % NUM_SHARDS
-
-
-def _by_shard(keys: Sequence[RecordKey]) -> dict[int, list[RecordKey]]:
-    by_shard: dict[int, list[RecordKey]] = {}
-    for key in keys:
-        by_shard.setdefault(_shard(key), []).append(key)
-    return by_shard
 
 
 def _entry(member: bytes, facts: bytes) -> PendingEntry:

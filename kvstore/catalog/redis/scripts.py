@@ -21,6 +21,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvstore.catalog.base import Addition, LeaveReason, LevelTotals, NamespaceTotals, Removal, Tombstone
@@ -31,7 +32,6 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId, PrefixHash
 __all__ = [
     "ADD",
     "ALL",
-    "ALL_SLICES",
     "DAMAGED",
     "FINISH",
     "OBSERVE",
@@ -39,8 +39,6 @@ __all__ = [
     "REMOVE",
     "START",
     "STOP",
-    "TOMBSTONE",
-    "TOTALS",
     "USE",
     "Script",
     "add_item",
@@ -56,25 +54,13 @@ _PAYLOAD_AT = 112
 """Offset of the payload's size in a record's header. A striped record's value is its header alone, so its size is
 read from there."""
 
-TOMBSTONE = struct.Struct("<16s32sBBHHIHI")
-"""Bytes are two fields: the low 4, the high 2."""
+_TOMBSTONE = struct.Struct("<16s32sBBHHIHI")
+"""Bytes are two fields, as in the totals."""
 
-ALL_SLICES = 0xFFFF
+_ALL_SLICES = 0xFFFF
 
-TOTALS_FIELDS = 7
-TOTALS = struct.Struct("<" + "IH" * TOTALS_FIELDS)
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script's text."""
-
-    text: str
-
-    @property
-    def sha(self) -> str:
-        """The SHA-1 by which EVALSHA calls it."""
-        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+_TOTALS = struct.Struct("<" + "IH" * 7)
+"""Each number is two fields: the low 4 bytes, the high 2."""
 
 
 DAMAGED = "CATALOG damaged"
@@ -126,9 +112,24 @@ local function used(now)
 end
 """
 
-ADD = Script(
-    _COMMON
-    + """
+
+@dataclass(frozen=True)
+class Script:
+    """A script's own part; the common part precedes it."""
+
+    body: str
+
+    @cached_property
+    def text(self) -> str:
+        return _COMMON + self.body
+
+    @cached_property
+    def sha(self) -> str:
+        """The SHA-1 by which EVALSHA calls it."""
+        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+ADD = Script("""
 -- 9: the entry to store if there is none; 10: bytes of its records; 11: per record: bit, offset of its sum, bytes
 local items = ARGV[11]
 if not entry then
@@ -149,13 +150,10 @@ end
 if records > 0 then used(tonumber(ARGV[7])) end
 change(0, (before == 0 and records > 0) and 1 or 0, records, bytes)
 return 1
-"""
-)
+""")
 """Add records of one boundary at a level; returns 0 if the boundary is leaving it: nothing was changed."""
 
-REMOVE = Script(
-    _COMMON
-    + """
+REMOVE = Script("""
 -- 9: prefix; 10: per record: bit, offset of its sum, bytes + 1 (0: not known), first and last byte of its group's bits,
 -- group, slice, reason
 if not entry then return 0 end
@@ -179,13 +177,10 @@ if boundaries == -1 and leaving then
 end
 change(drop_if_empty(), boundaries, -records, -bytes)
 return records
-"""
-)
+""")
 """Remove records of one boundary at a level; returns how many of them it held."""
 
-START = Script(
-    _COMMON
-    + """
+START = Script("""
 -- 9: do nothing if used after this time
 if not entry or in_level() == 0 then return false end
 if leaving then return entry end
@@ -193,13 +188,10 @@ if u32(52) > tonumber(ARGV[7]) then return false end
 if u32(44) > tonumber(ARGV[9]) then return false end
 redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) + 2 ^ level))
 return redis.call('GET', KEYS[1])
-"""
-)
+""")
 """Hide a boundary's records at a level; returns the entry, or nothing."""
 
-FINISH = Script(
-    _COMMON
-    + """
+FINISH = Script("""
 -- 9: prefix; 10: reason; 11: offset of the level's sums; 12: number of groups
 if not entry or not leaving then return 0 end
 local bytes, records, first = 0, in_level(), tonumber(ARGV[11])
@@ -210,47 +202,35 @@ redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) - 2 ^ level
 gone(ARGV[9], tonumber(ARGV[10]), 65535, 65535, bytes)
 change(drop_if_empty(), records > 0 and -1 or 0, -records, -bytes)
 return bytes
-"""
-)
+""")
 """Remove a boundary's records at a level that it is leaving; returns their bytes."""
 
-STOP = Script(
-    _COMMON
-    + """
+STOP = Script("""
 if not entry or not leaving then return 0 end
 redis.call('SETRANGE', KEYS[1], 1, string.char(string.byte(entry, 2) - 2 ^ level))
 return 1
-"""
-)
+""")
 """Undo `START`."""
 
-USE = Script(
-    _COMMON
-    + """
+USE = Script("""
 -- 9: hits; 10: tokens; 11: parent
 if not entry then return 0 end
 used(tonumber(ARGV[7]))
 fill(tonumber(ARGV[10]), ARGV[11])
 redis.call('SETRANGE', KEYS[1], 48, struct.pack('<I4', math.min(4294967295, u32(48) + tonumber(ARGV[9]))))
 return 1
-"""
-)
+""")
 """Count reads of a boundary."""
 
-PIN = Script(
-    _COMMON
-    + """
+PIN = Script("""
 -- 9: until
 if not entry then return 0 end
 redis.call('SETRANGE', KEYS[1], 52, struct.pack('<I4', tonumber(ARGV[9])))
 return 1
-"""
-)
+""")
 """Set the end of a boundary's pin."""
 
-OBSERVE = Script(
-    _COMMON
-    + f"""
+OBSERVE = Script(f"""
 -- 9: prefix; 10: reason; 11: start of its records' names; 12: offset of the level's sums; then the number of slices of
 -- each group
 if not entry or leaving then return 0 end
@@ -283,8 +263,7 @@ end
 local after = in_level()
 change(drop_if_empty(), (after > 0 and 1 or 0) - (before > 0 and 1 or 0), records, bytes)
 return lost
-"""
-)
+""")
 """Correct a boundary's hot bits and bytes to the records of this server; returns how many records were lost."""
 
 ALL = (ADD, REMOVE, START, FINISH, STOP, USE, PIN, OBSERVE)
@@ -308,9 +287,9 @@ def parse_totals(reply: Any) -> dict[NamespaceId, Numbers]:
     """
     parsed = {}
     for namespace, packed in hash_items(reply):
-        if len(packed) != TOTALS.size or len(namespace) != NAMESPACE_BYTES:
+        if len(packed) != _TOTALS.size or len(namespace) != NAMESPACE_BYTES:
             continue
-        fields = TOTALS.unpack(packed)
+        fields = _TOTALS.unpack(packed)
         parsed[NamespaceId(namespace)] = tuple(
             low | high << 32 for low, high in zip(fields[::2], fields[1::2], strict=True)
         )
@@ -340,8 +319,8 @@ def sum_totals(
 def parse_tombstone(packed: bytes) -> Tombstone | None:
     """Decode a tombstone as the scripts write it; `None`: it is damaged."""
     try:
-        namespace, prefix, level, reason, group, slice_, low, high, at_s = TOMBSTONE.unpack(packed)
-        whole = group == ALL_SLICES
+        namespace, prefix, level, reason, group, slice_, low, high, at_s = _TOMBSTONE.unpack(packed)
+        whole = group == _ALL_SLICES
         return Tombstone(
             NamespaceId(namespace),
             PrefixHash(prefix),

@@ -160,6 +160,9 @@ class AdminPort:
         sock: Bound and listening; owned from now on.
         service: The service.
         tls: The certificate to present; `None`: plain HTTP. Not shared with the data port, which reloads its own.
+
+    Attributes:
+        watcher: Adds samples to the history, on the data loop.
     """
 
     def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None = None) -> None:
@@ -169,8 +172,8 @@ class AdminPort:
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
-        self._watcher.start()
+        self.watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
+        self.watcher.start()
         self._loop.add_reader(sock.fileno(), self._start)
         _log.info("administration address=%s", self.url)
 
@@ -208,7 +211,7 @@ class AdminPort:
     async def aclose(self) -> None:
         """Give running requests a moment to end, then stop. Idempotent."""
         self._stop.set()
-        await self._watcher.aclose()
+        await self.watcher.aclose()
         if self._thread is None:
             if self._sock.fileno() >= 0:
                 self._loop.remove_reader(self._sock.fileno())

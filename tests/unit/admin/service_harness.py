@@ -1,10 +1,10 @@
-"""A service with its administration interface, tenants with prompts in it, and clients: all real, in one process."""
+"""A service with its administration interface, and clients with tokens: all real, in one process."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,19 @@ from typing import Any
 
 import httpx
 
-from kvstore.api import Ack
+from kvstore.api import Ack, PrefixQuery
+from kvstore.catalog.base import Catalog
 from kvstore.compose import open_served_store
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import seal
+from kvstore.model.keys import Boundary, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
 from kvstore.service.authentication import CredentialsFile
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.wire.address import parse_address
@@ -54,21 +59,39 @@ def write_credentials(path: Path, tokens: Mapping[str, tuple[str, str]] = TOKENS
 
 @dataclass
 class ServiceHarness:
-    """What a test works with.
+    """A running service with its administration.
 
     Attributes:
-        store: On the test's own loop, which is the data loop.
-        server: The data port.
+        service: Its store is on the test's own loop, which is the data loop.
         port: The administration's.
-        url: Of it.
+        url: Of the administration, also after its end.
         credentials: The file.
     """
 
-    store: TieredStore | EncryptedStore
-    server: Server
+    service: Administered
     port: AdminPort
     url: str
     credentials: Path | None
+
+    @property
+    def store(self) -> TieredStore | EncryptedStore:
+        return self.service.store
+
+    @property
+    def server(self) -> Server:
+        """The data port."""
+        return self.service.server
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog that the store writes."""
+        return self._recorder.catalog
+
+    @property
+    def _recorder(self) -> Recorder:
+        tiered = self.store.inner if isinstance(self.store, EncryptedStore) else self.store
+        assert tiered._recorder is not None
+        return tiered._recorder
 
     def client(self, name: str | None = None, *, address: str = "127.0.0.1") -> httpx.AsyncClient:
         """With the token of that name, from an address of the loopback."""
@@ -76,25 +99,47 @@ class ServiceHarness:
         transport = httpx.AsyncHTTPTransport(verify=False, local_address=address)
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=120.0, transport=transport)
 
-    @property
-    def tiered(self) -> TieredStore:
-        """The store itself, where keys stand before it."""
-        return self.store.inner if isinstance(self.store, EncryptedStore) else self.store
-
     async def save(self, prompt: Prompt) -> Prompt:
         """All records of a prompt, at every tier."""
         await self.store.open_namespace(prompt.description, deadline=soon())
-        await self.store.lookup(prompt.query(), deadline=soon())  # as an engine does: parents are learnt
+        await self.store.lookup(prompt.query(), deadline=soon())  # as an engine does: the catalog learns parents
         for record in prompt.records():
             await self.store.save(record, ack=Ack.COLD, deadline=soon())
         await self.settle()
         return prompt
 
+    async def save_pages(
+        self, prompt: Prompt, boundaries: Sequence[Boundary], *, skip: int = 0, without: RecordKey | None = None
+    ) -> list[Boundary]:
+        """Records at the ends of pages, in the namespace of a prompt, under the hashes of real token ids.
+
+        Args:
+            prompt: Its namespace; `Prompt` itself invents hashes.
+            boundaries: Of the token ids.
+            skip: Pages at the start that are not saved.
+            without: A record that is not saved.
+        """
+        namespace, last = prompt.namespace, boundaries[-1].tokens
+        query = PrefixQuery(namespace, tuple(boundaries), local_tokens=0, cap_tokens=last, step_tokens=16)
+        await self.store.open_namespace(prompt.description, deadline=soon())
+        await self.store.lookup(query, deadline=soon())
+        pages = [boundary for boundary in boundaries if boundary.tokens % 64 == 0]
+        for boundary in pages[skip:]:
+            for group, layout in enumerate(prompt.layout.groups):
+                kind, span = layout.record_at(boundary.tokens, 64)
+                for slice_ in range(layout.num_slices):
+                    key = RecordKey(namespace, boundary.prefix, group, slice_)
+                    if key != without:
+                        header = HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000)
+                        record = seal(header, bytearray(HEADER_BYTES + 100))
+                        await self.store.save(record, ack=Ack.COLD, deadline=soon())
+        await self.settle()
+        return pages
+
     async def settle(self) -> None:
-        """Wait until the tiers have, and the catalog knows of, whatever was saved."""
+        """Wait until the tiers and the catalog have everything that was saved."""
         assert await self.store.drain(soon()) == 0
-        assert self.tiered._recorder is not None
-        assert await self.tiered._recorder.drain(soon()) == 0
+        assert await self._recorder.drain(soon()) == 0
 
 
 @asynccontextmanager
@@ -108,9 +153,10 @@ async def open_service(folder: Path, *, with_tokens: bool = True, **flags: objec
         server = Server(store, credentials=credentials, tls=settings.tls())
         try:
             await server.listen([parse_address(str(settings.listen))])
-            async with admin_port(Administered(settings, credentials, store, server)) as port:
+            service = Administered(settings, credentials, store, server)
+            async with admin_port(service) as port:
                 assert port is not None
-                yield ServiceHarness(store, server, port, port.url, path)
+                yield ServiceHarness(service, port, port.url, path)
         finally:
             await server.aclose()
 

@@ -102,10 +102,10 @@ async def test_orders_that_take_effect_are_told(made: ServiceHarness) -> None:
     assert orders is not None
     await orders.set_quota("red", Quota(4096, 1 << 20), deadline=soon())
     await orders.retire(None, "w1", is_retired=True, deadline=soon())
-    await made.port._watcher.step()
-    await made.port._watcher.step()
+    await made.port.watcher.step()
+    await made.port.watcher.step()
     await orders.set_quota("red", None, deadline=soon())
-    await made.port._watcher.step()
+    await made.port.watcher.step()
     async with made.client("operator") as operator, made.client("red") as red, made.client("blue") as blue:
         told = [one for one in await listed(operator) if one["kind"] == "settings"]
         withdrawn, weights, held = [one["text"] for one in told]
@@ -180,7 +180,7 @@ async def test_history_is_all_or_the_tenants_own(made: ServiceHarness) -> None:
     red = await made.save(prompt_of("a", "red"))
     made.store.report(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
     made.store.report(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
-    await made.port._watcher.step()
+    await made.port.watcher.step()
     async with made.client("operator") as client:
         for hours in (1, 6):
             whole = (await client.get("/v1/history", params={"hours": hours})).json()

@@ -30,11 +30,9 @@ async def large(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]]:
     """A prompt, and thousands of further entries of its namespace."""
     async with open_service(tmp_path) as made:
         prompt = await made.save(prompt_of("a"))
-        assert made.store._recorder is not None
-        catalog = made.store._recorder.catalog
         prefixes = [PrefixHash(number.to_bytes(32, "big")) for number in range(1, MANY + 1)]
         keys = [RecordKey(prompt.namespace, prefix, 0, 0) for prefix in prefixes]
-        await catalog.add([Addition(key, Level.COLD, 100, 64) for key in keys], deadline=soon())
+        await made.catalog.add([Addition(key, Level.COLD, 100, 64) for key in keys], deadline=soon())
         yield made, prompt
 
 

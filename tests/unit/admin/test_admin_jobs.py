@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import random
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvstore.api import Ack
-from kvstore.catalog.base import Catalog, LeaveReason, Leaving, Removal
+from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
-from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
-from kvstore.format.record import seal
-from kvstore.model.keys import Boundary, PlainChain, RecordKey
+from kvstore.model.keys import PlainChain
+from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of, soon
@@ -25,11 +27,6 @@ from tests.unit.admin.service_harness import ServiceHarness, ended, open_service
 async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
     async with open_service(tmp_path) as opened:
         yield opened
-
-
-def catalog_of(made: ServiceHarness) -> Catalog:
-    assert made.tiered._recorder is not None
-    return made.tiered._recorder.catalog
 
 
 async def held(made: ServiceHarness, prompt: Prompt) -> int:
@@ -62,48 +59,26 @@ async def test_what_goes_on_from_a_boundary_is_deleted(made: ServiceHarness, cap
         )
 
 
-async def save_for(made: ServiceHarness, salt: str, tokens: list[int]) -> list[Boundary]:
-    """A prompt of a user, under the hashes of its salt and tokens; parents are learnt as from an engine."""
-    from kvstore.api import PrefixQuery
-
-    prompt = Prompt(ATTENTION, "tokens", 64, tenant="red")
-    await made.store.open_namespace(prompt.description, deadline=soon())
-    boundaries = PlainChain(salt).extend(tokens)
-    query = PrefixQuery(
-        prompt.namespace, tuple(boundaries), local_tokens=0, cap_tokens=boundaries[-1].tokens, step_tokens=16
-    )
-    await made.store.lookup(query, deadline=soon())
-    pages = [boundary for boundary in boundaries if boundary.tokens % 64 == 0]
-    for boundary in pages:
-        kind, span = ATTENTION.groups[0].record_at(boundary.tokens, 64)
-        for slice_ in range(2):
-            key = RecordKey(prompt.namespace, boundary.prefix, 0, slice_)
-            header = HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000)
-            await made.store.save(seal(header, bytearray(HEADER_BYTES + 100)), ack=Ack.COLD, deadline=soon())
-    await made.settle()
-    return pages
-
-
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_one_users_prompts_are_deleted_by_salt(tmp_path: Path, is_encrypted: bool) -> None:
     """Two users ask with the same tokens under their own salts; one's prompts, told by the salt and what they begin
     with, go with all turns that went on from there, and the other's stay. Likewise where names are keyed.
     """
-    system, namespace = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red").namespace
+    system, prompt = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red")
     keys = {"encryption_keys": str(write_keys(tmp_path / "keys.toml", [("red", 1, 1)]))} if is_encrypted else {}
     async with open_service(tmp_path, **keys) as made, made.client("red") as client:
         for user in ("anna", "ben"):
             for turn in (1, 2, 3):
-                await save_for(made, user, system + [turn] * 64 * turn)
-        body = {"namespace": namespace.hex(), "token_ids": system, "cache_salt": "anna"}
+                await made.save_pages(prompt, PlainChain(user).extend(system + [turn] * 64 * turn))
+        body = {"namespace": prompt.namespace.hex(), "token_ids": system, "cache_salt": "anna"}
         told = await ended(client, await client.post("/v1/deletions", json=body))
         assert told["report"]["by_tier"]["filesystem"]["num_boundaries"] == 1 + 1 + 2 + 3
         done = await ended(client, await client.post("/v1/deletions?confirm=true", json=body))
         assert done["report"]["by_tier"] == told["report"]["by_tier"]
         for user, resumes in (("anna", 0), ("ben", 64 * 3)):
-            asked = {"namespace": namespace.hex(), "token_ids": system + [2] * 128, "cache_salt": user}
+            asked = {"namespace": prompt.namespace.hex(), "token_ids": system + [2] * 128, "cache_salt": user}
             assert (await client.post("/v1/lookup", json=asked)).json()["resume_tokens"] == resumes
-        alone = await client.post("/v1/deletions", json={"namespace": namespace.hex(), "cache_salt": "anna"})
+        alone = await client.post("/v1/deletions", json={"namespace": prompt.namespace.hex(), "cache_salt": "anna"})
         assert (alone.status_code, alone.json()["field"]) == (422, "body.token_ids")
         assert "tokens" in alone.json()["detail"]
 
@@ -134,7 +109,7 @@ async def test_a_running_job_is_cancelled(made: ServiceHarness, monkeypatch: pyt
         cancelled = (await client.delete(f"/v1/jobs/{job}")).json()
         assert cancelled["state"] == "cancelled" and cancelled["ended_s"] is not None
         assert (await client.delete(f"/v1/jobs/{job}")).json() == cancelled
-        entry = await catalog_of(made).get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
+        entry = await made.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
         assert entry is not None and not entry.leaving
 
 
@@ -159,7 +134,7 @@ async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeyp
             assert started.status_code == 202
             for _ in range(3):
                 await began.acquire()
-    assert not made.port._thread or not made.port._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-admin"]
 
 
 async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: Path) -> None:
@@ -168,16 +143,15 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     """
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
     kept = await made.save(prompt_of("a"))
-    catalog = catalog_of(made)
     broken = await made.save(Prompt(ATTENTION, "broken", 64 * 4, tenant="red", model="broken"))
     key = broken.key(128, 0, 1)
     await made.store.operations.delete([key], Level.COLD, deadline=soon())
-    await catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
+    await made.catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
     cut = await made.save(Prompt(ATTENTION, "cut", 64, tenant="red", model="cut"))
     leaving = Leaving(cut.namespace, cut.boundary(64).prefix)
-    await catalog.start_leaving([leaving], Level.COLD, deadline=soon())
+    await made.catalog.start_leaving([leaving], Level.COLD, deadline=soon())
     lost = await made.save(Prompt(ATTENTION, "lost", 64, tenant="red", model="lost"))
-    await catalog.remove(
+    await made.catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()
     )
     orders = made.store.operations.operator_rules
@@ -251,7 +225,42 @@ async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: 
         assert report["bad"][0]["name"] == format_name(prompt.key(128))
         found = (await client.get(f"/v1/namespaces/{prompt.namespace.hex()}")).json()["held"]["filesystem"]
         assert found["num_records"] == 11
-        await catalog_of(made).clear(deadline=soon())
+        await made.catalog.clear(deadline=soon())
         job = await ended(client, await client.post("/v1/tiers/cold/reindex?confirm=true"))
         assert (job["state"], job["report"]["num_records"]) == ("done", 11)
-        assert await catalog_of(made).is_complete(deadline=soon())
+        assert await made.catalog.is_complete(deadline=soon())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_goes_on_from_roots_is_found(seed: int) -> None:
+    """In a random forest, some of whose boundaries are not stored: those whose parents, followed while they are stored,
+    lead to a root, stored or not.
+    """
+    chance = random.Random(seed)
+    names = [hashlib.sha256(f"{seed} {i}".encode()).digest() for i in range(200)]
+    parent_of = {
+        name: names[chance.randrange(i)] if i and chance.random() < 0.9 else bytes(32) for i, name in enumerate(names)
+    }
+    stored = [name for name in names if chance.random() < 0.8]
+    roots = chance.sample(names, 5)
+
+    def is_below(name: bytes) -> bool:
+        while name in stored:
+            if name in roots or parent_of[name] in roots:
+                return True
+            name = parent_of[name]
+        return False
+
+    found = descendants(array(stored), array([parent_of[name] for name in stored]), array(roots))
+    assert [bool(one) for one in found] == [is_below(name) for name in stored]
+
+
+def test_a_boundary_that_stands_on_itself_ends_the_search() -> None:
+    """A catalog that is wrong costs no more than a right one."""
+    names = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
+    found = descendants(array(names), array([names[0], names[2], names[1]]), array([names[0]]))
+    assert found.tolist() == [True, False, False]
+
+
+def array(names: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    return np.frombuffer(b"".join(names), dtype=np.uint8).reshape(-1, 32)

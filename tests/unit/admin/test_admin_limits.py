@@ -35,7 +35,7 @@ async def test_a_full_cold_tier_is_seen_everywhere(tmp_path: Path) -> None:
     """
     bounds = {"cold_bytes": COLD, "quotas": f"red=:{QUOTA}", "retention_policy": "lru"}
     async with open_service(tmp_path, with_tokens=False, **bounds) as made:
-        watcher = Watcher(made.store, made.port._service.history, made.store.events)
+        watcher = Watcher(made.store, made.service.history, made.store.events)
         for number in range(40):
             tenant = "red" if number % 2 else "blue"
             await made.save(Prompt(ATTENTION, f"{tenant} {number}", 64 * 5, tenant=tenant))

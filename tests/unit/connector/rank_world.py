@@ -12,7 +12,7 @@ import torch
 from connector.identity import describe_namespace
 from connector.jobs import LoadJob, SaveJob, StepJobs
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.load_plan import plan_load
+from connector.scheduler.plans import plan_load
 from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
 from kvstore.api import PrefixQuery, Staged

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from connector import weights
-from connector.adapters import Adapters, find_adapter_files
-from connector.content import AdapterRequest, UncacheableContent
+from connector.prefix_hash import AdapterRequest, UncacheableContent
+from connector.weights import Adapters, find_adapter_files
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.meters import Meters
 
 
 def write_adapter(folder: Path, content: bytes = b"weights", config: str = "{}") -> Path:
@@ -23,7 +24,7 @@ def write_adapter(folder: Path, content: bytes = b"weights", config: str = "{}")
 
 @pytest.fixture
 def adapters(tmp_path: Path) -> Adapters:
-    return Adapters(tmp_path / "cache")
+    return Adapters(tmp_path / "cache", {}, Meters())
 
 
 async def test_content_counts_and_nothing_else(adapters: Adapters, tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ async def test_rules_of_the_engine_count(tmp_path: Path) -> None:
     """An engine that applies an adapter to fewer modules has another adapter."""
     request = AdapterRequest(1, str(write_adapter(tmp_path / "a")))
     found = [
-        await Adapters(tmp_path, rules).digest_of(request)
+        await Adapters(tmp_path, rules, Meters()).digest_of(request)
         for rules in (None, {}, {"target_modules": "q_proj"}, {"target_modules": "v_proj"})
     ]
     assert found[0] == found[1]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.content import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent
-from connector.prefix_hash import PrefixChain
+from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PrefixChain, PromptContent
 
 TOKENS = tuple((7919 * position) % 128_000 for position in range(96))
 IMAGE = MediaItem("image", "a" * 64, 20, 30)
@@ -21,7 +20,7 @@ ADAPTER = hashlib.sha256(b"an adapter").digest()
 def hashes(content: PromptContent, *, adapter: bytes | None = None, salt: str | None = None) -> dict[int, bytes]:
     chain = PrefixChain(16, salt, content)
     if adapter is not None:
-        chain.tell_adapter(adapter)
+        chain.set_adapter(adapter)
     chain.extend(TOKENS[:40])
     chain.extend(TOKENS)
     return {boundary.tokens: bytes(boundary.prefix) for boundary in chain.boundaries}

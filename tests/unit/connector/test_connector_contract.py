@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import connector
-from connector import inert
-from connector.connector import KVStoreConnector
-from connector.contract import BASE, Use, is_tested, missing, release_of
 from connector.plugin import register
+from connector.vllm import inert
+from connector.vllm.connector import KVStoreConnector
+from connector.vllm.contract import BASE, Use, is_tested, missing, release_of
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_the_installed_vllm_has_all_of_it() -> None:
 def test_every_hook_of_ours_is_in_the_table() -> None:
     """What we override and vLLM no longer calls would be a silent loss. Hooks that came after 0.30 may be missing."""
     later = {"get_external_cache_hit_sources", "unregister_kv_caches", "restore_kv_caches"}
-    hooks = {name for use in connector.contract.USES if use.module == BASE for name in use.hooks}
+    hooks = {name for use in connector.vllm.contract.USES if use.module == BASE for name in use.hooks}
     ours = {
         name
         for cls in KVStoreConnector.__mro__
@@ -196,10 +196,10 @@ def test_an_error_that_the_table_did_not_foresee(
 
     class Failing:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-            if name == "connector.connector":
+            if name == "connector.vllm.connector":
                 raise error
 
-    monkeypatch.delitem(sys.modules, "connector.connector")
+    monkeypatch.delitem(sys.modules, "connector.vllm.connector")
     monkeypatch.setattr(sys, "meta_path", [Failing(), *sys.meta_path])
     _, (warning,) = start(connector.KVStoreConnector, caplog)
     assert type(error).__name__ in warning and "this engine is not cached" in warning

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.connector import KVStoreConnector
 from connector.jobs import AuditJob, AuditJobs, LoadPiece, StepJobs
-from connector.scheduler.side import StepFacts
+from connector.scheduler.facts import StepFacts
+from connector.vllm.connector import KVStoreConnector
 from connector.worker.staging import RecordMemory
 from tests.unit.connector.rank_world import SOURCE, Make, Rank
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import eventually
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
@@ -34,7 +34,7 @@ def stops(jobs: StepJobs) -> list[int]:
     return [job.stop_tokens for job in jobs.saves]
 
 
-def test_a_request_that_cannot_be_planned_holds_up_nobody(at: World) -> None:
+def test_a_request_that_cannot_be_planned_holds_up_nobody(at: SchedulerHarness) -> None:
     """However long it runs: its own saves end with its error, loads and saves of others reach the ranks."""
     at.keep("h", 70)
     at.new("h", 70)
@@ -55,7 +55,7 @@ def test_a_request_that_cannot_be_planned_holds_up_nobody(at: World) -> None:
 def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing else: a page of a request that ended, whose blocks are pinned, goes out with the next step."""
     pinned: list[int] = []
-    with world(tmp_path, audit_rate=1.0) as at:
+    with harness(tmp_path, audit_rate=1.0) as at:
         at.side.bind_pins(SimpleNamespace(pin=pinned.extend, unpin=lambda _: pinned.clear()))
         at.new("a", 64)
         at.hashed("a")
@@ -70,8 +70,8 @@ def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytes
         assert not pinned and not at.side.has_pending_saves
 
 
-@pytest.mark.parametrize("where", ["_lookups._outcomes.hit", "_timing.on_load_ordered", "_lookups.admitted"])
-def test_an_error_in_an_admission(at: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
+def test_an_error_in_an_admission(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """vLLM waits for the load from here on: the ranks are told to report it as failed, and it is asked for no more."""
     connector = KVStoreConnector.__new__(KVStoreConnector)
     connector.guarded_errors = 0
@@ -92,7 +92,7 @@ def test_an_error_in_an_admission(at: World, monkeypatch: pytest.MonkeyPatch, wh
     at.no_leases()
 
 
-def test_an_error_at_the_end_of_a_request(at: World) -> None:
+def test_an_error_at_the_end_of_a_request(at: SchedulerHarness) -> None:
     """Blocks that cannot be found: no room is lost, no block stays pinned, and its fetch ends with it."""
     at.side.bind_pins(SimpleNamespace(pin=raising, unpin=raising))
     at.keep("a", 128)
@@ -101,7 +101,7 @@ def test_an_error_at_the_end_of_a_request(at: World) -> None:
     at.keep("a", 170)
     at.state("a").lookup = None
     assert at.ask("a") == 160
-    at.state("a").present.clear()
+    at.state("a").stored_groups.clear()
     with pytest.raises(ZeroDivisionError):
         at.side.on_finished("a", 170, [range(1, 12)])
     assert not at.side.has_pending_saves

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import connector.scheduler.opening
+import connector.scheduler.namespace
 from kvstore.errors import Unavailable
-from tests.unit.connector.scheduler_world import World, unready_world, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import WEIGHTS, bridge_to_memory, eventually
 
 TIMEOUT_MS = 60
 
 
-def asked_for_s(at: World, request_id: str) -> tuple[int, float]:
+def asked_for_s(at: SchedulerHarness, request_id: str) -> tuple[int, float]:
     """The final answer to vLLM's question, and after how long it came."""
     started_s = time.monotonic()
     return at.ask(request_id), time.monotonic() - started_s
@@ -29,7 +29,7 @@ def after(seconds: float, work: Any) -> None:
 
 def test_a_namespace_that_opens_late(tmp_path: Path) -> None:
     """It takes twenty times what a lookup may, as a private service may to start: the first prompts are hits."""
-    with unready_world(tmp_path, lookup_timeout_ms=TIMEOUT_MS) as at:
+    with unready_harness(tmp_path, lookup_timeout_ms=TIMEOUT_MS) as at:
         for request_id in ("first", "second"):
             at.keep(request_id, 170)
             at.new(request_id, 170)
@@ -41,7 +41,7 @@ def test_a_namespace_that_opens_late(tmp_path: Path) -> None:
 
 def test_a_first_lookup_that_is_slow(tmp_path: Path) -> None:
     """A service that was just started answers its first lookups late: they are waited for, and no later one is."""
-    with world(tmp_path, lookup_timeout_ms=TIMEOUT_MS) as at:
+    with harness(tmp_path, lookup_timeout_ms=TIMEOUT_MS) as at:
         at.store.held.add("lookup")
         for request_id in ("first", "second"):
             at.keep(request_id, 170)
@@ -58,7 +58,7 @@ def test_a_first_lookup_that_is_slow(tmp_path: Path) -> None:
 
 def test_a_service_that_never_answers_costs_the_time_once(tmp_path: Path) -> None:
     """The first prompt gives up after thirty times the time of a lookup, and those after it at once."""
-    with unready_world(tmp_path, lookup_timeout_ms=TIMEOUT_MS) as at:
+    with unready_harness(tmp_path, lookup_timeout_ms=TIMEOUT_MS) as at:
         at.new("first", 170)
         answer, seconds = asked_for_s(at, "first")
         assert answer == 0 and 25 * TIMEOUT_MS / 1000 < seconds < 8.0
@@ -70,9 +70,9 @@ def test_a_service_that_is_down_costs_nothing(tmp_path: Path) -> None:
     """Nobody listens: no prompt waits, not even the first; once it listens, hits are back."""
     with bridge_to_memory() as bridge:
         bridge.store.errors["open_namespace"] = Unavailable("the service is not reachable")
-        at = World(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000})
+        at = SchedulerHarness(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000})
         eventually(lambda: bridge.store.calls["open_namespace"])
-        eventually(lambda: not at.side.opening.is_coming)
+        eventually(lambda: not at.side.namespace.is_expected)
         at.new("first", 170)
         assert at.side.matched_tokens("first", 0) == 0
         del bridge.store.errors["open_namespace"]
@@ -85,16 +85,16 @@ def test_a_service_that_is_down_costs_nothing(tmp_path: Path) -> None:
 
 def test_weights_that_take_long_to_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest that was kept is waited for; one that takes minutes is not."""
-    monkeypatch.setattr(connector.scheduler.opening, "_DIGEST_S", 0.2)
+    monkeypatch.setattr(connector.scheduler.namespace, "_DIGEST_S", 0.2)
     digested = threading.Event()
 
     def digest(*_: object) -> str:
         assert digested.wait(10)
         return WEIGHTS
 
-    monkeypatch.setattr(connector.scheduler.opening, "find_weights_id", digest)
+    monkeypatch.setattr(connector.scheduler.namespace, "find_weights_id", digest)
     with bridge_to_memory() as bridge:
-        at = World(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000, "weights_id": None})
+        at = SchedulerHarness(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000, "weights_id": None})
         at.new("first", 170)
         assert at.side.matched_tokens("first", 0) is None
         answer, seconds = asked_for_s(at, "first")

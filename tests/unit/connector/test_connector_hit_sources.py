@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.hit_sources import split_tokens
+from connector.vllm.observability import split_tokens
 
 TIERS = ("memory", "filesystem", "redis", "s3", "a tier of tomorrow")
 

@@ -8,25 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from connector.adapters import Adapters
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.admission import Admission
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.lookups import Lookups
-from connector.scheduler.outcomes import Outcomes
+from connector.scheduler.costs import Costs
+from connector.scheduler.hits import Hits
+from connector.scheduler.outcomes import OutcomeReporter
+from connector.scheduler.requests import RequestState
 from connector.settings import ConnectorSettings
+from connector.weights import Adapters
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
-def test_abort_while_staging(at: World) -> None:
+def test_abort_while_staging(at: SchedulerHarness) -> None:
     """A request that ends while its records are fetched cancels the fetch and leaves no lease."""
     at.keep("a", 170)
     at.store.held.add("stage")
@@ -39,7 +40,7 @@ def test_abort_while_staging(at: World) -> None:
     at.no_leases()
 
 
-def test_abort_in_the_moment_of_the_lease(at: World) -> None:
+def test_abort_in_the_moment_of_the_lease(at: SchedulerHarness) -> None:
     """A request ends after its lease was granted and before its thread heard of it: the lease ends all the same."""
     at.keep("a", 170)
     granted, go_on = threading.Event(), threading.Event()
@@ -59,7 +60,7 @@ def test_abort_in_the_moment_of_the_lease(at: World) -> None:
     at.no_leases()
 
 
-def test_abort_with_a_staged_hit(at: World) -> None:
+def test_abort_with_a_staged_hit(at: SchedulerHarness) -> None:
     """A request that ends before it was admitted gives its lease back."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -68,7 +69,7 @@ def test_abort_with_a_staged_hit(at: World) -> None:
     at.no_leases()
 
 
-def test_abort_while_loading(at: World) -> None:
+def test_abort_while_loading(at: SchedulerHarness) -> None:
     """The lease of an aborted request lives until the ranks report, since they still read under it."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -81,7 +82,7 @@ def test_abort_while_loading(at: World) -> None:
     at.finished("a")  # a second report of it is nobody's
 
 
-def test_abort_before_the_lookup_is_answered(at: World) -> None:
+def test_abort_before_the_lookup_is_answered(at: SchedulerHarness) -> None:
     """A request that ends early takes its question with it."""
     at.store.held.add("lookup")
     at.new("a", 170)
@@ -92,7 +93,7 @@ def test_abort_before_the_lookup_is_answered(at: World) -> None:
 
 def test_two_requests_with_one_prefix(tmp_path: Path) -> None:
     """In an engine without a cache of its own each has a lease, and the end of one does not end the other's."""
-    with world(tmp_path, facts={"prefix_caching": False}) as at:
+    with harness(tmp_path, facts={"prefix_caching": False}) as at:
         at.keep("a", 170)
         at.new("a", 170)
         at.new("b", 170, "a")
@@ -104,7 +105,7 @@ def test_two_requests_with_one_prefix(tmp_path: Path) -> None:
         at.finished("b")
 
 
-def test_a_closed_store(at: World) -> None:
+def test_a_closed_store(at: SchedulerHarness) -> None:
     """Once the client is closed nothing raises that vLLM does not catch: admission, release and reports go on."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -119,37 +120,36 @@ def test_a_closed_store(at: World) -> None:
 
 
 class LeaseWorld:
-    """`Lookups` alone, on a clock that the test moves."""
+    """`Hits` alone, on a clock that the test moves."""
 
-    def __init__(self, at: World) -> None:
+    def __init__(self, at: SchedulerHarness) -> None:
         self.clock, self.at, self.meters = ManualClock(), at, Meters()
         settings = ConnectorSettings(lookup_timeout_ms=5000, max_wait_ms=2000)
-        self.lookups = Lookups(
+        self.hits = Hits(
             at.bridge,
             settings,
-            step_tokens=BLOCK,
-            layout=at.shape.layout,
-            admission=Admission(),
-            adapters=Adapters(Path("/nowhere")),
-            outcomes=Outcomes(at.bridge, at.shape.layout),
-            meters=self.meters,
-            clock=self.clock,
+            at.facts,
+            at.shape,
+            costs=Costs(),
+            adapters=Adapters(Path("/nowhere"), {}, self.meters),
+            outcomes=OutcomeReporter(at.bridge, at.shape.layout),
+            instruments=Instruments(self.clock, self.meters),
         )
         self.state = RequestState("a", tokens_of("a", 170), PrefixChain(BLOCK))
 
     @property
     def namespace(self) -> bytes:
-        assert self.at.side.opening.namespace is not None
-        return self.at.side.opening.namespace
+        assert self.at.side.namespace.id is not None
+        return self.at.side.namespace.id
 
     def hit(self) -> int | None:
-        return self.lookups.hit(self.state, self.namespace, 0)  # type: ignore[arg-type]
+        return self.hits.poll(self.state, self.namespace, 0)  # type: ignore[arg-type]
 
     def staged(self) -> None:
         eventually(lambda: self.hit() == 160)
 
 
-def test_lease_is_renewed_by_asking(at: World) -> None:
+def test_lease_is_renewed_by_asking(at: SchedulerHarness) -> None:
     """Each question after a third of the lease's time renews it, once; sooner ones do not."""
     at.keep("a", 170)
     leases = LeaseWorld(at)
@@ -158,10 +158,10 @@ def test_lease_is_renewed_by_asking(at: World) -> None:
         leases.clock.now_s += after_s
         assert leases.hit() == 160
         eventually(lambda renewals=renewals: at.store.calls["renew"] == renewals)
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)
 
 
-def test_admission_renews_the_lease(at: World) -> None:
+def test_admission_renews_the_lease(at: SchedulerHarness) -> None:
     """The load starts with the whole time of the lease, however long the hit had waited for its blocks."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -170,7 +170,7 @@ def test_admission_renews_the_lease(at: World) -> None:
     at.finished("a")
 
 
-def test_lease_of_a_forgotten_hit(at: World) -> None:
+def test_lease_of_a_forgotten_hit(at: SchedulerHarness) -> None:
     """Not asked for longer than the lease lasts: it is staged anew, never promised on a lease that has ended."""
     at.keep("a", 170)
     leases = LeaseWorld(at)
@@ -180,15 +180,15 @@ def test_lease_of_a_forgotten_hit(at: World) -> None:
     leases.staged()
     assert at.store.calls["stage"] == 2
     eventually(lambda: at.store.num_leases == 1)
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)
 
 
-def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
+def test_lookup_timeout_counts_from_the_first_question(at: SchedulerHarness) -> None:
     """With 5 s to wait, 4.9 s since vLLM's first question are fine, 5.1 s are not."""
     at.keep("a", 170)
     at.store.held.add("lookup")
     leases = LeaseWorld(at)
-    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
+    leases.hits.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     leases.clock.now_s += 50
     assert leases.hit() is None
     leases.clock.now_s += 4.9
@@ -196,10 +196,10 @@ def test_lookup_timeout_counts_from_the_first_question(at: World) -> None:
     leases.clock.now_s += 0.2
     assert leases.hit() == 0
     assert leases.meters.get("connector_misses", reason="lookup_timeout") == 1
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)
 
 
-def test_stage_has_a_ceiling(at: World) -> None:
+def test_stage_has_a_ceiling(at: SchedulerHarness) -> None:
     """A stage call that does not even keep its own deadline is given up, and leaves no lease when it ends."""
     at.keep("a", 170)
     at.store.held.add("stage")
@@ -214,11 +214,11 @@ def test_stage_has_a_ceiling(at: World) -> None:
     at.no_leases()
 
 
-def test_steps_longer_than_an_answer_is_fresh(at: World) -> None:
+def test_steps_longer_than_an_answer_is_fresh(at: SchedulerHarness) -> None:
     """An engine whose steps take seconds asks that rarely: a question put when it asked is answered the next time."""
     at.keep("a", 170)
     leases = LeaseWorld(at)
-    leases.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
+    leases.hits.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     for _ in range(4):
         eventually(lambda: leases.state.lookup is not None and leases.state.lookup.done())
         leases.clock.now_s += 2.5
@@ -227,4 +227,4 @@ def test_steps_longer_than_an_answer_is_fresh(at: World) -> None:
             break
     assert leases.state.fetch is not None
     assert at.store.calls["lookup"] == 2
-    leases.lookups.forget(leases.state)
+    leases.hits.forget(leases.state)

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from connector.request_flags import RequestFlags
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.facts import PromptFacts
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from tests.unit.connector.scheduler_world import World, unready_world, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import eventually, soon, tokens_of
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
-def explained(at: World, request_id: str) -> Mapping[str, Any]:
+def explained(at: SchedulerHarness, request_id: str) -> Mapping[str, Any]:
     """What the store says of a request, once it was told."""
     answers: list[Mapping[str, Any]] = []
 
@@ -38,7 +38,7 @@ def explained(at: World, request_id: str) -> Mapping[str, Any]:
     return answers[-1]
 
 
-def test_a_whole_hit(at: World) -> None:
+def test_a_whole_hit(at: SchedulerHarness) -> None:
     """Resumed from the furthest point: nothing is left to explain, and where it came from is said."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -50,7 +50,7 @@ def test_a_whole_hit(at: World) -> None:
     at.finished("a")
 
 
-def test_a_part_names_the_page_that_is_missing(at: World) -> None:
+def test_a_part_names_the_page_that_is_missing(at: SchedulerHarness) -> None:
     """Two pages of three are there: it stopped where the third begins, at that page's end."""
     at.keep("a", 200, ends=[64, 128])
     at.new("a", 200)
@@ -61,7 +61,7 @@ def test_a_part_names_the_page_that_is_missing(at: World) -> None:
     at.finished("a")
 
 
-def test_nothing_there_and_the_same_tokens_under_a_salt(at: World) -> None:
+def test_nothing_there_and_the_same_tokens_under_a_salt(at: SchedulerHarness) -> None:
     """A miss is no mystery when the same tokens were asked for with another salt, by anybody before."""
     at.new("a", 170)
     assert at.ask("a") == 0
@@ -73,7 +73,7 @@ def test_nothing_there_and_the_same_tokens_under_a_salt(at: World) -> None:
     assert explained(at, "a")["reason"] == "nothing_stored", "who came first was not kept apart from anybody"
 
 
-def test_held_by_the_engine(at: World) -> None:
+def test_held_by_the_engine(at: SchedulerHarness) -> None:
     """No miss: vLLM has as much itself."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -92,14 +92,14 @@ def test_held_by_the_engine(at: World) -> None:
 )
 def test_never_looked_up(tmp_path: Path, settings: dict[str, Any], prompt: dict[str, Any], reason: str) -> None:
     """What is stored does not matter then, and is not looked into."""
-    with world(tmp_path, **settings) as at:
+    with harness(tmp_path, **settings) as at:
         at.new("a", 170, **prompt)
         assert at.ask("a") == 0
         told = explained(at, "a")
         assert (told["reason"], told["namespace"], told["stopped_at_tokens"]) == (reason, "", None)
 
 
-def test_a_short_prompt(at: World) -> None:
+def test_a_short_prompt(at: SchedulerHarness) -> None:
     """Shorter than a block: nobody's fault."""
     at.new("a", 12)
     assert at.ask("a") == 0
@@ -108,7 +108,7 @@ def test_a_short_prompt(at: World) -> None:
 
 def test_an_engine_without_cache(tmp_path: Path) -> None:
     """The rank's refusal is told with each request."""
-    with unready_world(tmp_path, {0: "a layout nobody knows"}) as at:
+    with unready_harness(tmp_path, {0: "a layout nobody knows"}) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
         told = explained(at, "a")
@@ -118,7 +118,7 @@ def test_an_engine_without_cache(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
     """The namespace does not open in time."""
-    with unready_world(tmp_path, lookup_timeout_ms=50) as at:
+    with unready_harness(tmp_path, lookup_timeout_ms=50) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
         assert explained(at, "a")["reason"] == "not_ready"
@@ -126,7 +126,7 @@ def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
 
 def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
     """Nobody knows what was there: that is what is said."""
-    with world(tmp_path, lookup_timeout_ms=50) as at:
+    with harness(tmp_path, lookup_timeout_ms=50) as at:
         at.store.held.add("lookup")
         at.new("a", 170)
         assert at.ask("a") == 0
@@ -138,7 +138,7 @@ def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
         assert explained(at, "b")["reason"] == "lookup_failed"
 
 
-def test_a_failing_fetch_and_a_failing_load(at: World) -> None:
+def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
     """What was found did not come, or did not get into the blocks."""
     at.keep("a", 170)
     at.store.errors["stage"] = Unavailable("gone")
@@ -153,15 +153,15 @@ def test_a_failing_fetch_and_a_failing_load(at: World) -> None:
     assert explained(at, "b")["result"] == "miss"
 
 
-def test_cheaper_to_compute_has_its_numbers(at: World) -> None:
+def test_cheaper_to_compute_has_its_numbers(at: SchedulerHarness) -> None:
     """Both times are told, and how much there was."""
     at.keep("a", 170)
-    at.side._admission.prefill.observe([(0, 128)], 0.0001)
+    at.side.costs.prefill.observe([(0, 128)], 0.0001)
     for size in (128, 256, 384, 512) * 4:
-        at.side._admission.prefill.observe([(0, size)], size * 1e-6)
+        at.side.costs.prefill.observe([(0, size)], size * 1e-6)
     for num_bytes in (1000, 10_000, 100_000) * 3:
         staged = Staged(LeaseId(bytes(16)), 64, sources={"memory": 1}, num_bytes=num_bytes)
-        at.side._admission.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
+        at.side.costs.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
     at.new("a", 170)
     assert at.ask("a") == 0
     told = explained(at, "a")
@@ -171,7 +171,7 @@ def test_cheaper_to_compute_has_its_numbers(at: World) -> None:
     assert 0 < told["detail"]["compute_s"] < 0.1
 
 
-def test_what_vllm_asks_again_is_told_once(at: World) -> None:
+def test_what_vllm_asks_again_is_told_once(at: SchedulerHarness) -> None:
     """However often it asks, also after the answer."""
     at.new("a", 170)
     assert at.ask("a") == 0
@@ -181,7 +181,7 @@ def test_what_vllm_asks_again_is_told_once(at: World) -> None:
     assert at.store.calls["tell"] == 1
 
 
-def test_the_latest_requests_are_listed(at: World) -> None:
+def test_the_latest_requests_are_listed(at: SchedulerHarness) -> None:
     """Newest first; an id may be given by its start, if it is the only one."""
     for name in ("first", "second"):
         at.side.on_new_request(PromptFacts(f"chatcmpl-{name}", tokens_of(name, 170)))

@@ -11,15 +11,15 @@ import pytest
 
 from kvstore.api import Staged
 from kvstore.model.keys import NamespaceId, PrefixHash
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 
 NUM_SLICES = 2
 """Of a page of `make_facts`: a prompt of 170 tokens is staged as two pages and a tail of so many records each."""
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
@@ -55,7 +55,9 @@ WRONG: dict[str, Callable[[Staged], Staged]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_an_answer_that_does_not_restore_the_prompt(at: World, what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_does_not_restore_the_prompt(
+    at: SchedulerHarness, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever is wrong with it: no hit is promised, the engine's hooks raise nothing, and its lease ends."""
     at.keep("a", 170)
     at.store.on_stage = WRONG[what]
@@ -64,10 +66,10 @@ def test_an_answer_that_does_not_restore_the_prompt(at: World, what: str, caplog
         assert at.ask("a") == 0
     at.no_leases()
     assert at.side.meters.get("connector_misses", reason="stage_failed") == 1
-    assert "does not restore the prompt" in caplog.text
+    assert "do not restore the prompt" in caplog.text
 
 
-def test_an_answer_that_does(at: World) -> None:
+def test_an_answer_that_does(at: SchedulerHarness) -> None:
     """The same answer as it was, and one that repeats a record, are hits."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -80,7 +82,7 @@ def test_an_answer_that_does(at: World) -> None:
     assert at.ask("b") == 160
 
 
-def test_vllm_takes_more_than_was_promised(at: World) -> None:
+def test_vllm_takes_more_than_was_promised(at: SchedulerHarness) -> None:
     """Nothing is staged for the rest: the load fails and all is computed."""
     at.keep("a", 170)
     at.new("a", 170)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.contract import TESTED_RELEASES
+from connector.vllm.contract import TESTED_RELEASES
 from kvstore.doctor.clocks import judge_clock
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
 from kvstore.doctor.finding import Finding, Verdict
