@@ -57,19 +57,13 @@ class Progress:
 
 @dataclass
 class Walk:
-    """One level of one namespace during one run.
-
-    Attributes:
-        level: The level.
-        description: The namespace.
-        sheets: All of its sheets, in order.
-        made: The new records on them, which must not be processed as old ones.
-    """
+    """One level of one namespace during one run, with all of its sheets in order."""
 
     level: Level
     description: NamespaceDescription
     sheets: list[Sheet]
     made: set[RecordKey] = field(default_factory=set)
+    """The new records on the sheets, which must not be processed as old ones."""
 
 
 class Copier:
@@ -93,13 +87,8 @@ class Copier:
     async def copy_namespace(
         self, state: State, level: Level, description: NamespaceDescription, everything: Mapping[Level, Listed]
     ) -> None:
-        """Copy the records of a namespace at a level, sheet by sheet.
-
-        Args:
-            state: The migration's state.
-            level: The level.
-            description: The namespace.
-            everything: The listing of each level from the start of this run, so that no record is queried singly.
+        """Copy the records of a namespace at a level, sheet by sheet. `everything` is the listing of each level at the
+        start of this run, so that no record is queried singly.
         """
         namespace = description.id
         held = everything[level][namespace]

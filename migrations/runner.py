@@ -37,15 +37,12 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would process in one tier for one tenant, from listings alone.
+    """The records that a run would process in one tier for one tenant, from listings alone.
 
     Attributes:
-        tier: Name of the tier.
-        tenant: The tenant.
-        namespaces: Number of its namespaces.
+        namespaces: Number of the tenant's namespaces.
         num_records: Records in them; each is read, and rewritten where it is not current.
-        num_bytes: Their bytes.
-        num_copied: Those of them that an interrupted run has copied.
+        num_copied: Records that an interrupted run has copied.
     """
 
     tier: str
@@ -98,7 +95,7 @@ class Runner:
         return await self._journal.state()
 
     async def plan(self) -> list[Plan]:
-        """What a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
+        """The records that a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
         plans = []
         state = await self._journal.state()
         for level, listed in (await self._store.listed()).items():

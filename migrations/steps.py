@@ -40,7 +40,7 @@ class Step(ABC):
 
     Attributes:
         name: Its name for operators, stored in the state of a migration.
-        text: What it changes, in a sentence.
+        text: Its change, in a sentence.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The catalog interface: what each shared level stores, its sizes and use, and why records were removed."""
+"""The catalog interface: the boundaries at each shared level, their sizes and use, and why they were removed."""
 
 from __future__ import annotations
 
@@ -202,13 +202,10 @@ class Catalog(ABC):
 
     Every method raises `Unavailable` at its deadline or when the catalog cannot be reached, `Closed` after `aclose`,
     `InvalidRequest` for a namespace that was not registered. If cancelled, a change is made or not, never in part.
-
-    Args:
-        clock: For first and last use.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self._clock = clock  # for first and last use
         self._shapes: dict[NamespaceId, EntryShape] = {}
         self._tenants: dict[NamespaceId, str] = {}
         self._closed = False
@@ -257,10 +254,10 @@ class Catalog(ABC):
         entry that is added or removed before the last step may be read or not. An entry may be read twice.
 
         Args:
-            namespace: Whose entries.
+            namespace: Its namespace.
             cursor: From the last step; empty: from the start.
             count: How many keys are read; none of them may be an entry.
-            deadline: When to give up.
+            deadline: For the whole step.
 
         Raises:
             InvalidRequest: Not a cursor of this catalog, or one that is no longer valid.
@@ -272,7 +269,7 @@ class Catalog(ABC):
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds. Each slot of the catalog is read at one point in time, the slots one by one."""
+        """Sums over every namespace. Each slot of the catalog is read at one point in time, the slots one by one."""
 
     @abstractmethod
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
@@ -292,16 +289,11 @@ class Catalog(ABC):
     async def start_leaving(
         self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        """Hide all records of boundaries at a level before they are deleted. Returns the entries, which name them.
+        """Hide all records of boundaries, longest prefixes first, at a level before they are deleted.
 
-        Args:
-            leaving: Longest prefixes first.
-            level: Where the records are deleted.
-            deadline: When to give up.
-
-        Returns:
-            Per boundary its entry. `None`: it has nothing there, is pinned, was used, or stays for a longer one that
-            does. A boundary that is already leaving is returned again, since the service that started may have died.
+        Returns per boundary its entry, which names the records. `None`: it has no record there, is pinned, was used, or
+        stays for a longer one that does. A boundary that is already leaving is returned again, since the service that
+        started may have died.
         """
 
     @abstractmethod
@@ -335,7 +327,7 @@ class Catalog(ABC):
         """Drop all entries and totals, but not the namespaces, before a reindex. The catalog is then not complete."""
 
     async def aclose(self) -> None:
-        """Release what the catalog itself opened. Idempotent."""
+        """Close the files that the catalog opened. Idempotent."""
         self._closed = True
 
     def _shape(self, namespace: NamespaceId) -> EntryShape:

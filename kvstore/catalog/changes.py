@@ -42,7 +42,7 @@ class EntryEdit:
 
     @property
     def empty(self) -> bool:
-        """Whether no level holds anything."""
+        """Whether no level has a record."""
         return not any(self.data[self.shape.rows_at :])
 
     def num_records(self, level: Level, group: int | None = None) -> int:

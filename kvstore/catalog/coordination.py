@@ -69,7 +69,7 @@ class TextStoreKind:
     Attributes:
         name: In Redis its hash is `c1/<name>`, in a directory its file is `<name>.json`.
         texts_max: Texts that it takes. They are few, since every service reads all of them repeatedly.
-        when_full: What the operator does when it is full.
+        when_full: The operator's next step when it is full.
     """
 
     name: str
@@ -78,22 +78,18 @@ class TextStoreKind:
 
 
 OPERATOR_RULES = TextStoreKind("orders", 4096, "withdrawn ones count too")
-"""Quotas and retired weights. None is ever removed. A rule that is withdrawn is a text that says so: a service that
-remembers the older rule can tell that from a lost text."""
+"""Quotas and retired weights. None is ever removed. A withdrawn rule is stored as withdrawn: a service that
+remembers the older rule can distinguish that from a lost text."""
 
 JOBS = TextStoreKind("jobs", 256, "dismiss those that were interrupted")
 """Long operations that run, or that a restart interrupted. Those that end are removed."""
 
 
 class TextStore(ABC):
-    """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached.
-
-    Attributes:
-        kind: The contents.
-        is_shared: Other services write to it too, so its texts must be read again.
-    """
+    """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached."""
 
     is_shared: bool
+    """Whether other services write to it too, so that its texts must be read again."""
 
     def __init__(self, kind: TextStoreKind) -> None:
         self.kind = kind
@@ -125,12 +121,8 @@ class TextStore(ABC):
 
 
 class FileTextStore(TextStore):
-    """A JSON file beside the records of a directory, which only one service writes. The file survives a loss of the
-    catalog.
-
-    Args:
-        folder: The directory; it exists.
-        kind: The contents.
+    """A JSON file beside the records, in a directory that exists and that only one service writes. The file survives a
+    loss of the catalog.
     """
 
     is_shared = False

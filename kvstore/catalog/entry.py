@@ -101,11 +101,7 @@ class BoundaryEntry:
 
 @dataclass(frozen=True)
 class EntryShape:
-    """The offsets of the fields in a namespace's entries.
-
-    Attributes:
-        num_slices: Slices of each group.
-    """
+    """The offsets of the fields in a namespace's entries, which follow from the number of slices of each group."""
 
     num_slices: tuple[int, ...]
 
@@ -232,15 +228,11 @@ def entry_of(shape: EntryShape, namespace: NamespaceId, prefix: PrefixHash, data
 
 @dataclass(frozen=True)
 class EntryTable:
-    """The entries of many boundaries, in the order of the request.
-
-    Attributes:
-        shape: Of every entry.
-        data: [boundaries, `shape.num_bytes`], uint8; zeros where there is no entry.
-    """
+    """The entries of many boundaries, in the order of the request."""
 
     shape: EntryShape
     data: npt.NDArray[np.uint8]
+    """[boundaries, `shape.num_bytes`]; zeros where there is no entry."""
 
     @classmethod
     def of(cls, shape: EntryShape, entries: list[bytes | None]) -> EntryTable:

@@ -44,13 +44,8 @@ class LocalCatalog(Catalog):
 
     @abstractmethod
     async def _run(self, what: str, work: Callable[[], T], deadline: Deadline, *, changes: bool = False) -> T:
-        """Run `work` on the medium: as a whole or, if it fails, not at all. Everything below runs in such work.
-
-        Args:
-            what: Name of the operation.
-            work: Calls the methods below.
-            deadline: When to give up.
-            changes: Whether it changes anything.
+        """Run `work`, which calls the methods below, on the medium: as a whole or, if it fails, not at all. `what` is
+        the operation's name; `changes` says whether it writes.
         """
 
     @abstractmethod

@@ -90,4 +90,4 @@ class PendingLog(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close what the log opened; leases expire by themselves. Idempotent."""
+        """Close the files that the log opened. Leases are not released. Idempotent."""

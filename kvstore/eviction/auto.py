@@ -39,8 +39,8 @@ class _Simulation:
 class Auto:
     """Chooses among candidates by the tokens that each would have hit, had it been followed from the start.
 
-    No single candidate always wins. With a small budget, those that admit a boundary when it returns do; with a large
-    one, `lru` does; the crossover depends on the traffic. Per sampled prompt a simulation costs about as much as the
+    No single candidate always wins. With a small budget `second_sight` does, with a large one `lru`; the crossover
+    depends on the traffic. Per sampled prompt a simulation costs about as much as the
     real tier does per prompt; the larger the tier, the smaller the sample.
 
     Args:

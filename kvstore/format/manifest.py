@@ -121,7 +121,7 @@ def check_store_version(note: bytes | None, tier: str) -> None:
     """Refuse a tier that a newer release has migrated.
 
     Args:
-        note: What is stored at `STORE_VERSION_PLACE`; `None`: nothing.
+        note: The note stored at `STORE_VERSION_PLACE`; `None`: there is none.
         tier: Name of the tier.
 
     Raises:

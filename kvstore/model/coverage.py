@@ -68,7 +68,7 @@ def longest_resumable(
         A multiple of `step_tokens` in `(local_tokens, cap_tokens]`, or `local_tokens`.
 
     Raises:
-        InvalidRequest: The arguments are not valid, or mean more than `MAX_POINTS` cells or resume points.
+        InvalidRequest: The arguments are not valid, or give more than `MAX_POINTS` cells or resume points.
 
     Runs in time linear in boundaries x groups, plus candidates x groups.
     """
@@ -103,7 +103,7 @@ def records_to_resume(
     """The records to read for a resume point that `longest_resumable` found, ascending, fewest tokens per cell.
 
     Raises:
-        InvalidRequest: `resume_tokens` is not usable with what is present.
+        InvalidRequest: `resume_tokens` is not usable with the records that are present.
 
     At or below `local_tokens` there is nothing to read.
     """

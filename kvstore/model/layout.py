@@ -55,7 +55,7 @@ MAX_GROUPS = 64
 MAX_GROUP_SLICES = 512
 """A group has at most 8 slices per pipeline stage."""
 MAX_SLICES = 2048
-"""Of all groups together: what a lookup looks at for each boundary. 8 slices of 16 stages of 16 groups."""
+"""Of all groups together; a lookup checks them for each boundary. 8 slices of 16 stages of 16 groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ __all__ = ["CONTENT_BYTES", "Outcome", "content_digest"]
 
 CONTENT_BYTES = 16
 _LOST_MAX = 1 << 20
-"""Bounds what one message can add to the counts."""
+"""The most that one message can add to the counts."""
 
 
 @dataclass(frozen=True, slots=True)

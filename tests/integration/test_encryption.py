@@ -268,7 +268,7 @@ def test_what_is_wrong_with_keys_is_told_before_anything_opens(tmp_path: Path) -
         async with open_served_store(load_settings(flags)):
             pass
 
-    with pytest.raises(InvalidRequest, match="others may read the keys"):
+    with pytest.raises(InvalidRequest, match="other users may read the encryption key file"):
         asyncio.run(start())
     assert not folder.exists()
 

@@ -16,8 +16,7 @@ from kvstore.api import Ack, Deadline, Outcome
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
-from kvstore.doctor.finding import Finding, Verdict
-from kvstore.doctor.running import run_checks
+from kvstore.doctor.check import Finding, Verdict, run_checks
 from kvstore.doctor.service import ServiceAddress, service_check
 from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server

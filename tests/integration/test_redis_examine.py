@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.doctor.finding import Finding, Verdict
+from kvstore.doctor.check import Finding, Verdict
 from kvstore.doctor.redis import judge_redis
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import redis_cluster, redis_sentinel

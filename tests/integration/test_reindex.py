@@ -168,10 +168,10 @@ KILLED = """
 import os, signal, sys
 import kvstore.store.upkeep.reindexing as reindexing
 from kvstore.cli.main import main
-from kvstore.cli.reindex import _Remembered
+from kvstore.cli.reindex import SavedProgress
 
 reindexing._BATCH = 50
-save, calls = _Remembered.save, []
+save, calls = SavedProgress.save, []
 
 def save_and_die(self, level, num_records):
     save(self, level, num_records)
@@ -179,7 +179,7 @@ def save_and_die(self, level, num_records):
     if [one.name for one in calls[-2:]] == 2 * [os.environ["DIE_IN"]]:
         os.kill(os.getpid(), signal.SIGKILL)
 
-_Remembered.save = save_and_die
+SavedProgress.save = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
 """The command, which is killed when the catalog knows of 100 records of the level that `DIE_IN` names."""

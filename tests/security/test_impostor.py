@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.administering import AdminClient
+from kvstore.cli.admin import AdminClient
 from kvstore.client import BlockingStore, ClientOptions, ClientTls
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.api import Outcome
-from kvstore.cli.status_findings import findings
-from kvstore.cli.status_page import page_of
+from kvstore.cli.status import page_of
+from kvstore.cli.status_problems import problems_of
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import Credentials
@@ -77,7 +77,7 @@ async def test_nothing_of_others_shows(tmp_path: Path) -> None:
     assert everything["namespaces"] == 2 and everything["counters"] and "pid of blue" in str(everything["service"])
     assert everything["recent"]["reasons"] == {"nothing_stored": 2}  # type: ignore[index]
     values = await red.status(deadline=soon())
-    assert page_of("here", values) is not None and findings(values) is not None  # what the command line shows of it
+    assert page_of("here", values) is not None and problems_of(values) is not None  # what the command line shows of it
     for client in (red, blue, ours):
         await client.aclose()
     await server.aclose()

@@ -72,7 +72,7 @@ class RedisCatalog(Catalog):
     Args:
         client: Replies in `bytes`; the caller closes it.
         clock: For first and last use.
-        gate: Called before each call; `None`: calls are always allowed.
+        gate: As for `RedisNodes`.
     """
 
     def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK, gate: Gate | None = None) -> None:
@@ -213,8 +213,8 @@ class RedisCatalog(Catalog):
         return sum(await self._run(calls, deadline))
 
     async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
-        """Correct the hot bits and bytes of boundaries to what their server holds: it may have evicted records, or been
-        restarted. Returns how many records were lost. The hot records must be in this same Redis.
+        """Correct the hot bits and bytes of boundaries to the records that are stored. The hot records must be in this
+        same Redis. Returns how many records were lost: Redis evicted them, or was restarted.
         """
         shape = self._shape(namespace)
         calls = []
@@ -324,7 +324,7 @@ class RedisCatalog(Catalog):
         for start in range(0, len(calls), _BATCH):
             replies += await self._nodes.run(calls[start : start + _BATCH], deadline=deadline)
         if (repaired := self._nodes.num_repaired) != self._repairs_reported:
-            await self.set_complete(False, deadline=deadline)  # the catalog lacks what was damaged and removed
+            await self.set_complete(False, deadline=deadline)  # a damaged part was removed
             self._repairs_reported = repaired
         return replies
 

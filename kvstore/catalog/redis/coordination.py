@@ -43,7 +43,7 @@ class RedisOwnership(Ownership):
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster`; the caller closes it.
         lease_s: The longer the lease, the longer the work of a dead owner is left undone.
-        gate: Called before each call; `None`: calls are always allowed.
+        gate: As for `RedisNodes`.
     """
 
     def __init__(self, client: Any, *, lease_s: float, gate: Gate | None = None) -> None:
@@ -77,7 +77,7 @@ class RedisTextStore(TextStore):
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
         kind: The contents.
-        gate: Called before each call; `None`: calls are always allowed.
+        gate: As for `RedisNodes`.
     """
 
     is_shared = True

@@ -1,6 +1,6 @@
 """Sends many small commands to a Redis, or to the nodes of a cluster, in one round trip per node.
 
-The catalog, its books, leases and pending writes all call Redis through here, so that errors and malformed replies are
+The catalog, leases, text stores and pending writes all call Redis through here. So errors and malformed replies are
 handled in one place.
 """
 
@@ -70,7 +70,7 @@ class RedisNodes:
 
     Args:
         client: Replies in `bytes`; the caller closes it.
-        what: What is kept there, for messages.
+        what: The data that is kept there, for messages.
         gate: Called before each call; `None`: calls are always allowed.
         calls_max: Connections in use at a time, over all nodes. A client's pool must have more.
 
@@ -130,7 +130,7 @@ class RedisNodes:
                 return replies
 
     async def one(self, command: Command, *, deadline: Deadline) -> Any:
-        """Run one command whose key need not share a slot with others."""
+        """Run one command, with a key in any slot."""
         with self._translated():
             async with deadline.scope(f"calling Redis for {self._what}"):
                 try:
@@ -187,7 +187,7 @@ class RedisNodes:
             raise Unavailable(message, error=f"{type(error).__name__}: {error}"[:200]) from error
 
     async def _primaries(self) -> list[Any]:
-        """The nodes that hold keys; `None` stands for a standalone server."""
+        """The nodes that hold keys; `None` is a standalone server."""
         if not self.is_cluster:
             return [None]
         cluster = cast(RedisCluster, self.client)

@@ -208,7 +208,7 @@ class RedisPendingLog(PendingLog):
         client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
         scope: Identifies the cold tier: services with the same scope can finish each other's entries.
         lease_s: Seconds that a lease lasts. The longer, the longer a dead service's records are in Redis alone.
-        gate: Called before each call; `None`: calls are always allowed.
+        gate: As for `RedisNodes`.
     """
 
     def __init__(self, client: Any, scope: str, *, lease_s: float, gate: Gate | None = None) -> None:

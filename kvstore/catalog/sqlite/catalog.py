@@ -106,6 +106,10 @@ class SqliteCatalog(LocalCatalog):
         return await (self._file.change if changes else self._file.run)(work, deadline)
 
     def _read(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> list[bytes | None]:
+        if len(prefixes) == 1:  # every change reads one entry
+            query = "SELECT data FROM entries WHERE namespace = ? AND prefix = ?"
+            row = self._file.db.execute(query, (namespace, *prefixes)).fetchone()
+            return [None if row is None else row[0]]
         found: dict[bytes, bytes] = {}
         for start in range(0, len(prefixes), _BATCH):
             batch = prefixes[start : start + _BATCH]

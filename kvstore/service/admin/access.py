@@ -36,9 +36,8 @@ _TOKEN_CHARS_MAX = 4096
 class Access:
     """Finds the grant of a request before anything else of it is read.
 
-    Args:
-        credentials: The grant of each token. `None`: there are no tokens. The port then listens on a loopback address,
-            and processes of the service's own user and of root may do everything.
+    Without credentials there are no tokens: the port listens on a loopback address, and processes of the service's own
+    user and of root may do everything.
     """
 
     def __init__(self, credentials: Credentials | None) -> None:
@@ -150,11 +149,8 @@ _BEARER = HTTPBearer(
 
 
 class _Needs:
-    """A dependency that returns the grant of a request if it has a scope.
-
-    Args:
-        scope: The scope that the route needs.
-        is_operators: The route concerns all tenants.
+    """A dependency that returns the grant of a request if it has the scope that the route needs, and is an operator's
+    if the route concerns all tenants.
     """
 
     def __init__(self, scope: Scope, *, is_operators: bool = False) -> None:

@@ -45,12 +45,7 @@ _OPERATIONS = (deletions, maintenance, gc)
 
 
 def make_app(context: AdminContext, jobs: JobBoard) -> FastAPI:
-    """The application of one server.
-
-    Args:
-        context: What the routes work with.
-        jobs: Long operations.
-    """
+    """The application of one server."""
     app = make_routes()
     app.state.admin, app.state.jobs = context, jobs
     app.add_middleware(Gate, access=Access(context.service.credentials), events=context.service.store.events)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvstore.catalog.base import Catalog, NamespaceTotals
 from kvstore.catalog.entry import Level
@@ -29,6 +30,8 @@ from kvstore.tiers.locations import RedisLocation
 
 __all__ = ["NO_CATALOG", "CatalogAccess", "Namespace"]
 
+T = TypeVar("T")
+
 NO_CATALOG = "this service has no catalog: it needs Redis as the hot tier, or a directory as the cold tier"
 
 _FRESH_S = 1.0
@@ -44,9 +47,7 @@ class Namespace:
     """A namespace whose entries can be read.
 
     Attributes:
-        id: Its id, a digest of the description, of which the tenant is a part.
-        description: What makes it this namespace.
-        layout: Its groups and slices.
+        id: A digest of the description, of which the tenant is a part.
         catalog: The catalog that has its entries.
     """
 
@@ -69,13 +70,18 @@ class Namespace:
         ]
 
 
-class CatalogAccess:
-    """Opens the catalog at the first use, and tries again at the next use after a failure.
+@dataclass(slots=True)
+class _Cached(Generic[T]):
+    """A value of the catalog, when it was read on the monotonic clock, and when since the Unix epoch; 0: never."""
 
-    Args:
-        settings: Where the catalog and the tiers are.
-        data_loop: Used to find manifests.
-        operations: The store's.
+    value: T
+    read_s: float = _NEVER
+    at_s: int = 0
+
+
+class CatalogAccess:
+    """Opens the catalog at the first use, and tries again at the next use after a failure. The store is used, over the
+    data loop, to find manifests.
     """
 
     def __init__(self, settings: Settings, data_loop: DataLoop, operations: StoreOperations) -> None:
@@ -86,9 +92,8 @@ class CatalogAccess:
         self._catalog: Catalog | None = None
         self._opening = asyncio.Lock()
         self._known: OrderedDict[NamespaceId, Namespace] = OrderedDict()
-        self._tenants: tuple[float, Mapping[NamespaceId, str]] = _NEVER, {}
-        self._totals: tuple[float, Mapping[NamespaceId, NamespaceTotals]] = _NEVER, {}
-        self._last_totals: tuple[Mapping[NamespaceId, NamespaceTotals], int] | None = None
+        self._tenants = _Cached[Mapping[NamespaceId, str]]({})
+        self._totals = _Cached[Mapping[NamespaceId, NamespaceTotals]]({})
         self._hangs_until_s = _NEVER
 
     async def open(self) -> Catalog:
@@ -108,35 +113,30 @@ class CatalogAccess:
 
     async def totals(self, within_s: float = CALL_S) -> Mapping[NamespaceId, NamespaceTotals]:
         """What every namespace holds, read at most one second ago."""
-        catalog = await self.open()
-        deadline = self._data_loop.soon(within_s)
-        async with self._opening:
-            read_s, totals = self._totals
-            if SYSTEM_CLOCK.monotonic_s() - read_s > _FRESH_S:
-                await self._check_answers(catalog)
-                totals = await catalog.totals(deadline=deadline)
-                self._totals = SYSTEM_CLOCK.monotonic_s(), totals
-                self._last_totals = totals, SYSTEM_CLOCK.wall_ms() // 1000
-            return totals
+        return await self._read(self._totals, lambda catalog, limit: catalog.totals(deadline=limit), within_s)
 
     def last_totals(self) -> tuple[Mapping[NamespaceId, NamespaceTotals], int] | None:
         """The totals that the catalog returned last, and when, in seconds since the Unix epoch."""
-        return self._last_totals
+        return (self._totals.value, self._totals.at_s) if self._totals.at_s else None
 
     def forget_totals(self) -> None:
         """Read the totals again at the next use, because records were deleted."""
-        self._totals = _NEVER, {}
+        self._totals.read_s = _NEVER
 
     async def tenant_of(self, namespace: NamespaceId) -> str | None:
         """The tenant of a namespace, read at most one second ago; `None`: the catalog has no such namespace."""
+        tenants = await self._read(self._tenants, lambda catalog, limit: catalog.namespaces(deadline=limit), CALL_S)
+        return tenants.get(namespace)
+
+    async def _read(self, cached: _Cached[T], read: Callable[[Catalog, Deadline], Awaitable[T]], within_s: float) -> T:
         catalog = await self.open()
+        deadline = self._data_loop.soon(within_s)
         async with self._opening:
-            read_s, tenants = self._tenants
-            if SYSTEM_CLOCK.monotonic_s() - read_s > _FRESH_S:
+            if SYSTEM_CLOCK.monotonic_s() - cached.read_s > _FRESH_S:
                 await self._check_answers(catalog)
-                tenants = await catalog.namespaces(deadline=self._data_loop.soon())
-                self._tenants = SYSTEM_CLOCK.monotonic_s(), tenants
-            return tenants.get(namespace)
+                cached.value = await read(catalog, deadline)
+                cached.read_s, cached.at_s = SYSTEM_CLOCK.monotonic_s(), SYSTEM_CLOCK.wall_ms() // 1000
+            return cached.value
 
     async def _check_answers(self, catalog: Catalog) -> None:
         """Send a small request first, so that a server that hangs is reported after a second.

@@ -23,12 +23,7 @@ _CALLS_AT_ONCE = 4
 
 
 class DataLoop:
-    """Runs bounded pieces of work on the data loop. Belongs to the administration's loop.
-
-    Args:
-        loop: The data loop.
-        clock: For deadlines.
-    """
+    """Runs bounded pieces of work on the data loop. Belongs to the administration's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock = SYSTEM_CLOCK) -> None:
         self.clock = clock

@@ -65,13 +65,7 @@ _EVENT_TEXTS |= {
 
 
 class Gate:
-    """Refuses a request before its body is read or a parameter is parsed.
-
-    Args:
-        app: The application behind it.
-        access: Finds the grant of a request.
-        events: Receives an event for each change.
-    """
+    """Middleware that refuses a request before its body is read or a parameter is parsed, and reports each change."""
 
     def __init__(self, app: ASGIApp, access: Access, events: Events) -> None:
         self._app = app

@@ -49,7 +49,6 @@ class Page:
     """A page of a list.
 
     Attributes:
-        entries: In order.
         next_cursor: For the next page; `None`: this is the last one.
         is_complete: Every entry before the cursor was read; false: the time was up.
     """

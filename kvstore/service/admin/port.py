@@ -68,11 +68,9 @@ class Administered:
     """A service as its administration sees it.
 
     Attributes:
-        settings: Where to listen, and where the catalog is.
         credentials: The grant of each token; `None`: processes of the service's own user may do everything.
         store: Belongs to the data loop.
         server: The data port.
-        history: Recent counts.
     """
 
     settings: Settings
@@ -178,20 +176,10 @@ class AdminPort:
         _log.info("administration address=%s", self.url)
 
     @property
-    def address(self) -> str:
-        """`host:port`; a port of 0 is replaced by the real one."""
-        host, port = self._sock.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    @property
     def url(self) -> str:
-        """`http://host:port`, or `https://`."""
-        return f"{'http' if self._tls is None else 'https'}://{self.address}"
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the thread was started."""
-        return self._thread is not None
+        """`http://host:port`, or `https://`; a port of 0 is replaced by the real one."""
+        host, port = self._sock.getsockname()[:2]
+        return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _start(self) -> None:
         """Start the thread: the first peer connects."""

@@ -77,7 +77,7 @@ async def _serve(
     async with open_job_book(service.settings) as book:
         keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
         jobs = JobBoard(keeper=keeper)
-        http = AdminServer(_config(make_app(context, jobs)), tls)
+        http = _Server(_config(make_app(context, jobs)), tls)
         background = Background("administration")
         background.spawn(_stop_with(stop, http), "stop")
         background.spawn(_read_totals(context), "totals")
@@ -126,13 +126,8 @@ async def _stop_with(stop: threading.Event, http: uvicorn.Server) -> None:
     http.should_exit = True
 
 
-class AdminServer(uvicorn.Server):
-    """An HTTP server that bounds connections without a request; the `Gate` bounds requests.
-
-    Args:
-        config: Loaded.
-        tls: The certificate to present; `None`: plain HTTP.
-    """
+class _Server(uvicorn.Server):
+    """An HTTP server that bounds connections without a request; the `Gate` bounds requests."""
 
     def __init__(self, config: uvicorn.Config, tls: ServerTls | None) -> None:
         super().__init__(config)
@@ -156,13 +151,7 @@ class AdminServer(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is bounded, and has a deadline, while it has no request.
-
-    Args:
-        unauthenticated: Connections without a request.
-        entry: Its entry among them.
-        more: As of `H11Protocol`.
-    """
+    """A connection that is bounded, and has a deadline, while it has no request."""
 
     def __init__(
         self, unauthenticated: UnauthenticatedConnections, entry: UnauthenticatedConnection, **more: Any

@@ -108,10 +108,10 @@ async def test_orders_that_take_effect_are_told(made: ServiceHarness) -> None:
     await made.port.watcher.step()
     async with made.client("operator") as operator, made.client("red") as red, made.client("blue") as blue:
         told = [one for one in await listed(operator) if one["kind"] == "settings"]
-        withdrawn, weights, held = [one["text"] for one in told]
-        assert "holds" in held and "withdrawn" in withdrawn and "w1 are retired" in weights
+        removed, weights, held = [one["text"] for one in told]
+        assert "in force" in held and "removed" in removed and "w1 are retired" in weights
         assert told[-1]["detail"] == {"tenant": "red", "guaranteed_bytes": 4096, "maximum_bytes": 1 << 20}
-        assert [one["text"] for one in await listed(red)] == [withdrawn, held, "the service started"]
+        assert [one["text"] for one in await listed(red)] == [removed, held, "the service started"]
         assert [one["text"] for one in await listed(blue)] == ["the service started"]
 
 

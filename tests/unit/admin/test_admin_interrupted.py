@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.catalog.coordination import JOBS, FileTextStore
 from kvstore.cli.main import main
-from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobState, Progress
+from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobProgress, JobState
 from kvstore.testing.servers.ports import free_ports
 from tests.unit.admin.service_harness import ended, open_service, prompt_of
 
@@ -46,7 +46,15 @@ class SharedJobs(FileTextStore):
 
 
 def job_of(number: int, kind: JobKind = JobKind.GC, *, tenant: str | None = None, **about: str) -> Job:
-    return Job(f"{number:016x}", kind, tenant, about, False, 1_700_000_000 + number, Progress("records"))
+    return Job(
+        f"{number:016x}",
+        kind,
+        tenant,
+        about,
+        False,
+        1_700_000_000 + number,
+        JobProgress(done=0, total=None, unit="records"),
+    )
 
 
 async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
@@ -149,7 +157,7 @@ async def test_whose_service_is_gone(tmp_path: Path) -> None:
     book = SharedJobs(tmp_path, JOBS)
     here, there = JobKeeper(book, HOME, clock), JobKeeper(book, "there unix:/s", clock)
     mine, theirs = job_of(1, tenant="red"), job_of(2)
-    mine.progress, mine.who = Progress("boundaries", 5, 9), "red/12345678"
+    mine.progress, mine.who = JobProgress(done=5, total=9, unit="boundaries"), "red/12345678"
     await here.write(mine)
     await there.write(theirs)
     assert await here.interrupted({mine.id}) == []

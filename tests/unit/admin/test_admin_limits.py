@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvstore.cli.administering import AdminClient
-from kvstore.cli.status_page import page_of
-from kvstore.cli.top import _look, _shown
+from kvstore.cli.admin import AdminClient
+from kvstore.cli.status import page_of
+from kvstore.cli.top import read_values, screen_of
 from kvstore.client import connect
 from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -71,7 +71,7 @@ async def test_a_full_cold_tier_is_seen_everywhere(tmp_path: Path) -> None:
 
 def _top(url: str) -> str:
     client = AdminClient(url, "", timeout_s=60)
-    return text_of(_shown(url, _look(client), None, 0))
+    return text_of(screen_of(url, read_values(client)))
 
 
 async def test_every_series_that_alerts_and_charts_read_is_there_from_the_start(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvstore.doctor.administration import administration_finding
-from kvstore.doctor.finding import Verdict
+from kvstore.doctor.check import Verdict
+from kvstore.doctor.service import examine_admin
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
@@ -137,7 +137,7 @@ async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Cer
         port = int(made.url.rpartition(":")[2])
 
         async def verdict(tls: ClientTls, *, host: str = "127.0.0.1", port: int = port, speaks: bool = True) -> str:
-            found = await administration_finding(TcpAddress(host, port, tls=speaks), tls, soon())
+            found = await examine_admin(TcpAddress(host, port, tls=speaks), tls, soon())
             assert found.verdict is (Verdict.OK if not found.fix else Verdict.WARNING)
             return found.fix or "ok"
 
@@ -148,13 +148,13 @@ async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Cer
         assert "tls_ca_file" in await verdict(ClientTls(tmp_path / "missing.pem"))
         assert "set admin_listen to tls://" in await verdict(ClientTls(), speaks=False)
         assert "no administration interface" in await verdict(ClientTls(), speaks=False, port=nobody)
-    assert (await administration_finding(None, ClientTls(), Deadline.after(1))).verdict is Verdict.SKIPPED
+    assert (await examine_admin(None, ClientTls(), Deadline.after(1))).verdict is Verdict.SKIPPED
 
 
 async def test_the_doctor_knows_an_interface_without_tls(tmp_path: Path, ours: Certificate) -> None:
     """Asked in HTTPS where HTTP is spoken, it names the restart; in HTTP all is well."""
     async with open_service(tmp_path) as made:
         port = int(made.url.rpartition(":")[2])
-        asked = await administration_finding(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())
+        asked = await examine_admin(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())
         assert asked.verdict is Verdict.WARNING and "without TLS" in asked.fix
-        assert (await administration_finding(TcpAddress("127.0.0.1", port), ClientTls(), soon())).verdict is Verdict.OK
+        assert (await examine_admin(TcpAddress("127.0.0.1", port), ClientTls(), soon())).verdict is Verdict.OK

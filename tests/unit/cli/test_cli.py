@@ -15,7 +15,7 @@ import pytest
 import kvstore
 from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
-from kvstore.cli.reindex import _Remembered
+from kvstore.cli.reindex import SavedProgress
 from kvstore.settings import Settings
 from kvstore.testing.service_process import ServiceProcess
 from kvstore.tiers.locations import FileLocation
@@ -42,7 +42,7 @@ def test_a_frozen_service_is_called_frozen(tmp_path: Path, verb: str) -> None:
         service.freeze()
         code, _, err = run(verb, "--url", service.url, "--timeout-s", "1")
     assert code == 1 and len(err.splitlines()) == 1
-    assert err.index("frozen or very busy") < err.index("administration port")
+    assert err.index("frozen or very busy") < err.index("administration interface")
 
 
 def test_version() -> None:
@@ -81,8 +81,8 @@ def test_errors_are_one_line_that_names_what_to_change(arguments: list[str], sta
     [
         (["status", "--url", "unix:/nonexistent/s"], 1, ["`kvstore serve`", "--url", "KVSTORE_LISTEN"]),
         (["status", "--url", "embeded:"], 2, ["unix:/path", "'embeded:'", "or embedded:"]),
-        (["status", "--url", "embedded:"], 1, ["no private service runs"]),
-        (["status", "--token-file", "/nonexistent/token"], 2, ["token_file", "No such file"]),
+        (["status", "--url", "embedded:"], 1, ["no embedded service is running"]),
+        (["status", "--token-file", "/nonexistent/token"], 2, ["--token-file", "No such file"]),
         (["weights", "retire"], 2, ["kvstore weights retire --help"]),
         (["serve", "--admin-listen", "7070"], 2, ["admin_listen", "host:port", "127.0.0.1:7070", "'7070'"]),
         (["serve", "--quotas", "team-a"], 2, ["quotas", "guaranteed and maximum", "'team-a'"]),
@@ -173,12 +173,12 @@ def test_a_path_with_a_typing_mistake_stays_without_a_directory(
 
 def test_a_reindex_goes_on_where_it_can_remember_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """As in a container whose file system is not to be written to: it says so once."""
-    remembered = _Remembered(Path("/proc/nobody/kvstore"), {Level.COLD: FileLocation(Path("/r"))})
+    remembered = SavedProgress(Path("/proc/nobody/kvstore"), {Level.COLD: FileLocation(Path("/r"))})
     for num_records in (1, 2):
         remembered.save(Level.COLD, num_records)
     remembered.finish(Level.COLD)
     assert remembered.num_records(Level.COLD) == 2 and remembered.is_done(Level.COLD)
-    remembered.forget()
+    remembered.clear()
     assert not remembered.is_done(Level.COLD)
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1) and "--state" in err

@@ -186,16 +186,16 @@ async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run:
     ("arguments", "status", "texts"),
     [
         (["show", "0" * 32], 1, ["no such namespace"]),
-        (["show", "f" * 31], 2, ["no namespace starts like that", "kvstore ls"]),
+        (["show", "f" * 31], 2, ["no namespace starts with", "kvstore ls"]),
         (["show", "x"], 2, ["32 hex digits"]),
         (["pin", "0" * 32, "1" * 64, "--for", "soon"], 2, ["for", "7d"]),
         (["rm", "0" * 32, "--recursive"], 2, ["--recursive"]),
-        (["quota", "--maximum", "1GiB"], 2, ["whose quota"]),
+        (["quota", "--maximum", "1GiB"], 2, ["need a tenant"]),
         (["quota", "red", "--maximum", "much"], 2, ["maximum", "8GiB"]),
         (["quota", "red", "--guaranteed", "1PiB"], 2, ["three quarters"]),
         (["weights", "retire", "nobody's"], 1, ["these weights are unknown"]),
         (["ls", "--admin-url", "ftp://x"], 2, ["http://host:port"]),
-        (["ls", "--token-file", "/nonexistent"], 2, ["token_file", "/nonexistent"]),
+        (["ls", "--token-file", "/nonexistent"], 2, ["--token-file", "/nonexistent"]),
     ],
 )
 async def test_errors_name_the_next_step(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli.main import _VERBS, main
-from kvstore.cli.shown import amounts_text, counted
+from kvstore.cli.printing import amounts_text, counted
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
@@ -107,4 +107,4 @@ async def test_a_wrong_token_is_not_an_absent_service(
         monkeypatch.setenv("KVSTORE_TOKEN", "nobody's token")
         status, said = await run("status", "--url", url, "--timeout", "30")
     assert status == 1 and "not reachable" not in said
-    assert "the service answers, and refuses this token" in said and "--token-file" in said
+    assert "the service refuses this token" in said and "--token-file" in said

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli import source_tree
-from kvstore.cli.bench import BENCHMARKS
+from kvstore.cli import programs as cli_programs
 from kvstore.cli.main import main
+from kvstore.cli.programs import BENCHMARKS
 from tests.architecture.sources import ROOT
 
 
@@ -47,6 +47,6 @@ def test_an_installed_package_says_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no tree around it."""
-    monkeypatch.setattr(source_tree, "_ROOT", tmp_path)
+    monkeypatch.setattr(cli_programs, "_ROOT", tmp_path)
     assert main(["bench", "ttft"]) == 2
     assert "clone the repository" in capsys.readouterr().err

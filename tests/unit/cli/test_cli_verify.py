@@ -56,7 +56,7 @@ def test_a_directory_before_and_after_damage(tmp_path: Path) -> None:
         (["hot"], 2, "no such tier"),
         (["tape://drive"], 2, "cold must be s3://bucket/prefix"),
         (["--rate", "quick"], 2, "expected bytes"),
-        (["--rate", "0"], 2, "must be positive"),
+        (["--rate", "0"], 2, "--rate: expected at least 1 B"),
         (["--namespace", "all"], 2, "32 hex digits"),
     ],
 )

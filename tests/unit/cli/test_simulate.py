@@ -80,13 +80,15 @@ def test_time_to_live_costs_hits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_curve_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An SVG with a line for each policy."""
+    """An SVG with a bar for each policy and budget, which fetches nothing from elsewhere."""
     picture = tmp_path / "curve.svg"
     options = ["--budget-blocks", "200,2000", "--policy", "lru,auto", "--curve", str(picture)]
     assert main(["simulate", str(CUT), *options]) == 0
     assert "auto" in capsys.readouterr().out
-    root = ElementTree.fromstring(picture.read_text())
-    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    text = picture.read_text()
+    words = [word.strip() for word in ElementTree.fromstring(text).itertext()]
+    assert words.count("lru") == words.count("auto") == 2 and words.count("2,000") == 2
+    assert sum(word.endswith("%") for word in words) == 4 and "url(http" not in text and 'url("http' not in text
 
 
 def test_the_bound_knows_the_future() -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from connector.vllm.contract import TESTED_RELEASES
-from kvstore.doctor.clocks import judge_clock
+from kvstore.doctor.check import Finding, Verdict
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
-from kvstore.doctor.finding import Finding, Verdict
-from kvstore.doctor.machine import MachineFacts, judge_memlock, judge_memory, judge_shared_memory
+from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
 from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
-from kvstore.doctor.s3 import judge_clock_of, judge_conditional, judge_lifecycle, judge_rights
+from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
 from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
 from kvstore.doctor.versions import (
@@ -117,8 +116,8 @@ def test_clocks() -> None:
     check(judge_clock("redis.clock", "Redis", -30.0, 0.1), WARNING, "30.0 s behind", "timedatectl")
     check(judge_clock("redis.clock", "Redis", 3600.0, 0.1), FAILED, "3600.0 s ahead")
     check(judge_clock("redis.clock", "Redis", 10.0, 9.0), OK)
-    check(judge_clock_of(None), SKIPPED)
-    check(judge_clock_of(-1200.0), FAILED)
+    check(judge_s3_clock(None), SKIPPED)
+    check(judge_s3_clock(-1200.0), FAILED)
 
 
 # the service

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.catalog.base import LeaveReason
-from kvstore.cli.status_findings import _LATE
+from kvstore.cli.status_problems import _LATE
 from kvstore.store.explain.reasons import LEFT, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]

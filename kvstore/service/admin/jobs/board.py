@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 from kvstore.errors import Closed, KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
-from kvstore.service.admin.jobs.job import KEEP_S, Job, JobKeeper, JobKind, JobState, JobStatus, Progress, status_of
+from kvstore.service.admin.jobs.job import KEEP_S, Job, JobKeeper, JobKind, JobProgress, JobState, JobStatus, status_of
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 
@@ -72,7 +72,8 @@ class JobBoard:
             raise Refused(429, detail, headers={"Retry-After": str(_BUSY_S)})
         # not from a seeded generator, so that ids cannot be guessed
         id_, created_s = secrets.token_hex(_ID_BYTES), self._clock.wall_ms() // 1000
-        job = Job(id_, kind, grant.tenant, dict(about), is_dry_run, created_s, Progress(unit), who=grant.name)
+        progress = JobProgress(done=0, total=None, unit=unit)
+        job = Job(id_, kind, grant.tenant, dict(about), is_dry_run, created_s, progress, who=grant.name)
         try:
             task = self._background.spawn(self._run(job, work), kind.value, is_awaited=True)
         except Closed as error:

@@ -17,7 +17,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import Grant
 
-__all__ = ["JOB_EXAMPLE", "KEEP_S", "Job", "JobKeeper", "JobKind", "JobState", "JobStatus", "Progress", "status_of"]
+__all__ = ["JOB_EXAMPLE", "KEEP_S", "Job", "JobKeeper", "JobKind", "JobProgress", "JobState", "JobStatus", "status_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,37 +50,20 @@ class JobState(Enum):
     INTERRUPTED = "interrupted"
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a job is.
+class JobProgress(BaseModel):
+    """How far a job is."""
 
-    Attributes:
-        unit: What is counted.
-        done: How many are done.
-        total: How many there are; `None`: not known.
-    """
-
-    unit: str
-    done: int = 0
-    total: int | None = None
+    done: int = Field(description="how many are done", examples=[4096])
+    total: int | None = Field(description="how many there are; null: not known")
+    unit: str = Field(description="what is counted", examples=["boundaries"])
 
 
 @dataclass(slots=True)
 class Job:
-    """One long operation, changed by the operation while it runs.
+    """One long operation, changed by the operation while it runs. `JobStatus` describes most fields.
 
     Attributes:
         id: 16 hex digits that cannot be guessed.
-        kind: What it does.
-        tenant: The tenant that started it; `None`: an operator.
-        about: What it concerns, like `{"tier": "cold"}`.
-        is_dry_run: It only reports what it would do.
-        created_s: When it was started, in seconds since the Unix epoch.
-        progress: How far it is.
-        state: Its state.
-        ended_s: When it ended.
-        report: What it found and did so far.
-        error: Why it failed.
         who: The name of the token, for logs.
     """
 
@@ -90,7 +73,7 @@ class Job:
     about: Mapping[str, str]
     is_dry_run: bool
     created_s: int
-    progress: Progress
+    progress: JobProgress
     state: JobState = JobState.RUNNING
     ended_s: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
@@ -116,16 +99,6 @@ class Job:
                 return f"POST /v1/tiers/{self.about.get('tier', '')}/reindex, or kvstore reindex"
             case JobKind.VERIFY | JobKind.DRAIN:
                 return f"POST /v1/tiers/{self.about.get('tier', '')}/{self.kind.value}"
-
-
-class JobProgress(BaseModel):
-    """How far a job is."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    done: int = Field(description="how many are done", examples=[4096])
-    total: int | None = Field(description="how many there are; null: not known")
-    unit: str = Field(description="what is counted", examples=["boundaries"])
 
 
 class JobStatus(BaseModel):
@@ -251,7 +224,7 @@ def _job_of(id_: str, values: Any) -> Job:
         {str(name): str(value) for name, value in values["about"].items()},
         bool(values["is_dry_run"]),
         int(values["created_s"]),
-        Progress(str(values["unit"]), int(values["done"]), values["total"]),
+        JobProgress(done=int(values["done"]), total=values["total"], unit=str(values["unit"])),
         state=JobState.INTERRUPTED,
         ended_s=int(values["seen_s"]),
         error="its service ended before it",

@@ -51,14 +51,7 @@ _REVALIDATE, _FOR_A_YEAR = "no-cache", "public, max-age=31536000, immutable"
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file as it is sent.
-
-    Attributes:
-        body: Its bytes.
-        packed: The same, compressed with gzip.
-        tag: Digest of the body.
-        media_type: With the character set.
-    """
+    """A file as it is sent; `packed` is the body compressed with gzip, `tag` a digest of it."""
 
     body: bytes
     packed: bytes

@@ -66,7 +66,7 @@ async def list_requests(context: Context, grant: Reader) -> Requests:
     values: Any = await context.data_loop.call(
         lambda deadline: context.operations.explain("", tenant=grant.tenant, deadline=deadline)
     )
-    return Requests(requests=[RequestSummary(**one) for one in values["requests"]])
+    return Requests.model_validate(values)
 
 
 @router.get("/requests/explain", responses=refusals(404))
@@ -87,4 +87,4 @@ async def explain_request(
         )
     except InvalidRequest as error:
         raise Refused(404, str(error), field="query.request", seen=request) from error
-    return Explanation(**values)
+    return Explanation.model_validate(values)
