@@ -116,7 +116,7 @@ def test_gone(tmp_path: Path) -> None:
         assert ask_and(at, proxy, "a", empty) == 0
         told = at.explain("a")
         assert (told["result"], told["reason"]) == ("miss", "gone")
-        assert "not there any more" in told["why"]
+        assert "no longer stored" in told["why"]
 
 
 def test_gone_and_it_is_known_why(tmp_path: Path) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from store_harness import slow_tier, soon
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
+from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending import PendingEntry
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
@@ -33,8 +35,16 @@ from kvstore.tiers.memory import MemoryTier
 T = TypeVar("T")
 
 
-def soon() -> Deadline:
-    return Deadline.after(10.0)
+class SkippingClock:
+    """The system's clock, which a test can set ahead."""
+
+    ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
+
+    def wall_ms(self) -> int:
+        return SYSTEM_CLOCK.wall_ms()
 
 
 @dataclass
@@ -47,6 +57,7 @@ class CataloguedStore:
     cold: FaultyTier
     memory: MemoryTier
     store: TieredStore
+    clock: SkippingClock
 
     async def save(self, prompt: Prompt) -> None:
         await self.store.open_namespace(prompt.description, deadline=soon())
@@ -62,9 +73,10 @@ class CataloguedStore:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[CataloguedStore]:
-    meters = Meters()
+    clock = SkippingClock()
+    instruments = Instruments(clock)
     catalog = SqliteCatalog(tmp_path / "catalog.db")
-    recorder = Recorder(catalog, Instruments(meters=meters))
+    recorder = Recorder(catalog, instruments)
     hot = FaultyTier(MemoryTier(16 << 20, name="hot"))
     cold = FaultyTier(MemoryTier(16 << 20, name="cold"))
     memory = MemoryTier(16 << 20)
@@ -73,9 +85,9 @@ async def world(tmp_path: Path) -> AsyncIterator[CataloguedStore]:
         CataloguedTier(hot, Level.HOT, recorder),
         CataloguedTier(cold, Level.COLD, recorder),
         recorder=recorder,
-        instruments=Instruments(meters=meters),
+        instruments=instruments,
     )
-    yield CataloguedStore(catalog, recorder, hot, cold, memory, store)
+    yield CataloguedStore(catalog, recorder, hot, cold, memory, store, clock)
     await store.aclose()
     await recorder.aclose()
     await catalog.aclose()
@@ -104,7 +116,7 @@ async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: Catalogue
     expected = await world.store.lookup(prompt.query(), deadline=soon())
     await world.catalog.set_complete(True, deadline=soon())
     world.forget_memory()
-    world.store._finder._catalog._checked_s = float("-inf")  # type: ignore[union-attr]
+    world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.hot.down = world.cold.down = True
     found = await world.store.lookup(prompt.query(), deadline=soon())
     assert found.resume_tokens == expected.resume_tokens > 128
@@ -121,7 +133,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
     prompt = Prompt(HYBRID, "a", 1000)
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
-    world.store._finder._catalog._checked_s = float("-inf")  # type: ignore[union-attr]
+    world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.forget_memory()
     asked = []
     lookup = world.catalog.lookup
@@ -159,7 +171,7 @@ async def test_a_record_that_is_gone_is_taken_off(world: CataloguedStore) -> Non
     prompt = Prompt(ATTENTION, "a", 256)
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
-    world.store._finder._catalog._checked_s = float("-inf")  # type: ignore[union-attr]
+    world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.forget_memory()
     for tier in (world.hot, world.cold):
         assert await tier.inner.delete(prompt.key(192, 0, 1), deadline=soon())
@@ -382,4 +394,36 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
             await asyncio.sleep(0.01)
     assert set(cold.keys_put) == {record.key for record in [*known.records(), *later.records()]}
     await store.aclose()
+    await recorder.aclose()
+
+
+@pytest.mark.parametrize("how", ["read", "put aside"])
+async def test_a_record_that_comes_while_it_is_missed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read finds nothing, or puts a bad record aside; before the catalog is told so, another service stores a good
+    one and tells of it. The catalog has it afterwards, with its bytes, and the read has it too.
+    """
+    prompt = Prompt(ATTENTION, "a", 64)
+    record, cold, catalog = prompt.record(64), slow_tier("s3"), DictCatalog(CatalogBooks())
+    recorder = Recorder(catalog, Instruments())
+    recorder.register(prompt.namespace, prompt.layout, "")
+    tier = CataloguedTier(cold, Level.COLD, recorder)
+    if how == "put aside":
+        await tier.put(prompt.record(64, seed=1), deadline=soon())
+    remove = catalog.remove
+
+    async def late(removals: Sequence[Removal], *, deadline: Deadline) -> None:
+        await cold.inner.put(record, deadline=soon())
+        added = Addition(record.key, Level.COLD, record.num_bytes, record.header.span.stop)
+        await catalog.add([added], deadline=soon())
+        await remove(removals, deadline=deadline)
+
+    monkeypatch.setattr(catalog, "remove", late)
+    if how == "read":
+        assert await tier.get(record.key, deadline=soon()) is not None
+    else:
+        assert await tier.quarantine(record.key, "found bad", deadline=soon())
+    entry = await catalog.get(prompt.namespace, record.key.prefix, deadline=soon())
+    assert entry is not None
+    assert entry.keys(Level.COLD) == [record.key]
+    assert entry.num_bytes(Level.COLD) == record.num_bytes
     await recorder.aclose()
