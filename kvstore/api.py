@@ -113,7 +113,7 @@ class Staged:
     lease_s: float = 0.0
     """Seconds that the lease lasts unless it is renewed."""
     cut: str = ""
-    """Why `resume_tokens` is less than what looked usable, a word of docs/explain.md; empty when it is not."""
+    """Why `resume_tokens` is less than what looked usable, a reason of docs/explain.md; empty when it is not."""
 
 
 class Ack(Enum):
@@ -129,7 +129,7 @@ class Retention(Enum):
 
     NORMAL = "normal"
     SHORT = "short"
-    """Written to no slower tier except one that the save waits for: gone when this node's memory is full."""
+    """Written to no slower tier except one that the save waits for; dropped when this node's memory is full."""
 
 
 class SaveOutcome(Enum):

@@ -73,10 +73,10 @@ class _Source:
 class PresenceFinder:
     """Finds where a query's records are.
 
-    Memory answers first and costs nothing. Then the catalog is asked, if there is one, for all boundaries at once: what
-    it has is believed (`stage` finds out), and what it lacks is missing if the catalog is complete. Otherwise the hot
-    and the cold tier are asked at the same time for the rest: one batch of heads for the pages, one for the tails and
-    states that still matter. A tier that is down, slow or closed is skipped and counted.
+    Memory answers first and costs nothing. Then the catalog is asked, if there is one, for all boundaries at once.
+    Lookups trust its entries, since `stage` verifies them; they trust a missing entry only if the catalog is complete.
+    Otherwise the hot and the cold tier are asked at the same time for the rest: one batch of heads for the pages, one
+    for the tails and states that still matter. A tier that is down, slow or closed is skipped and counted.
 
     Args:
         absent: What was expected in a tier and was not there.

@@ -140,8 +140,8 @@ class Saver:
 
     def copy_to_cold(self, presence: Presence, indexes: Sequence[int]) -> None:
         """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or
-        from the hot tier by any service that has time. Never waits; what finds no room is copied when it is looked up
-        again.
+        from the hot tier by any service that has time. Never waits; what does not fit into a queue is copied when it is
+        looked up again.
         """
         task = self._background.spawn(self._copy_all(presence, indexes), "copying what was looked up again")
         self._copies.add(task)

@@ -64,7 +64,7 @@ class TieredStore(PageStore):
         instruments: The code that made the tiers adds to its events.
 
     Attributes:
-        operations: What operators may ask of the store.
+        operations: What operators show, remove and control.
         work: Runs what takes long for a long prompt.
     """
 
@@ -213,7 +213,7 @@ class TieredStore(PageStore):
         if self._leases.refuses(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
-        # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt asks it often
+        # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt takes longer
         patience_s = self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
         presence = await self._finder.find(query, layout, deadline.earlier(patience_s))
         holding = await self._promotion.stage(presence, deadline, progress)
@@ -321,8 +321,8 @@ class TieredStore(PageStore):
             raise Unavailable("a record could not be quarantined in every tier", key=key, tiers=",".join(failed))
 
     def _take_quarantine(self, namespace: NamespaceId, num_bytes: int) -> bool:
-        """Whether a record that a tenant reports bad is kept in quarantine, for people to look at, rather than deleted:
-        while the tenant has its share of the quarantine, and it takes little of the tenant's quota.
+        """Whether a record that a tenant reports bad is quarantined, so that operators can examine it, or deleted:
+        quarantined while the tenant has its share of the quarantine and that takes little of its quota.
         """
         tenant = self._namespaces.tenant_of(namespace)
         num_bytes = (num_bytes or UNKNOWN_BYTES) * len(self.slower)
@@ -336,7 +336,7 @@ class TieredStore(PageStore):
         self._explainer.report(outcome)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:
-        """Have misses explained by keys: `reason` returns a word of `REASONS` for a tenant, or an empty one."""
+        """Have misses explained by keys: `reason` returns a key of `REASONS` for a tenant, or an empty text."""
         self._explainer.key_reason = reason
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:

@@ -269,7 +269,7 @@ class EncryptedStore(PageStore):
         return state
 
     def _key_reason(self, tenant: str, generations: Sequence[Generation]) -> str:
-        """Why a tenant's keys may cost hits, as a word of `REASONS`; empty: they do not."""
+        """Why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not."""
         state = self._states.get(tenant, _NO_STATE)
         if not generations:
             return "no_key"

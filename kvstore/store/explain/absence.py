@@ -29,7 +29,7 @@ _FIELDS_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why something was not there: a word of `reasons.REASONS`, and the evidence for it."""
+    """Why something was not there: a key of `REASONS`, and the evidence for it."""
 
     reason: str
     detail: Mapping[str, object] = field(default_factory=dict)

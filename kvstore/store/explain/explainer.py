@@ -50,7 +50,7 @@ class ReportedOutcome:
     loss: ReportedLoss | None = None
     """The loss of a record that the request needed, known at that time."""
     reason: str = ""
-    """Why the request was resumed no further, as its tenant may know it. Until the search: the engine's own word."""
+    """Why the request was resumed no further, as its tenant may know it. Until the search: the engine's reason."""
     operators_reason: str = ""
     """Likewise, as an operator may know it, who sees other tenants' requests."""
 
@@ -69,7 +69,7 @@ class Explainer:
         is_retired: Whether the weights of a namespace are retired.
 
     Attributes:
-        key_reason: Why the keys of a tenant may cost hits, as a word of `REASONS`; empty: they do not.
+        key_reason: Returns why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Explainer:
 
     def _lost(self, reported: ReportedOutcome, found: Absence) -> Absence | None:
         """The loss behind what was found, if any: an engine computed what this request needed and did not save it. It
-        may have come after the request, which then looked while the record was on its way.
+        may have come after the request, which then looked the record up before the loss.
         """
         if found.reason not in _NOT_SAVED or "left" in found.detail:
             return None

@@ -1,4 +1,4 @@
-"""Why a prompt was not resumed any further: each word, what it means, what to do. docs/explain.md lists them."""
+"""Why a prompt was resumed no further: each reason, its meaning, the next step. docs/explain.md lists them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason", "result_of"]
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The meaning of a word, in one sentence, and the next step to take; empty: there is nothing to do."""
+    """The meaning of a reason, in one sentence, and the next step to take; empty: there is nothing to do."""
 
     why: str
     advice: str = ""
@@ -170,11 +170,11 @@ LEFT = {
     LeaveReason.SUPERSEDED: "superseded",
     LeaveReason.BROKEN: "broken",
 }
-"""The word for each reason to leave a level."""
+"""The reason, by the catalog's code for a removal."""
 
 
 def result_of(outcome: Outcome) -> str:
-    """`hit`, `part`, `miss` or `local`, as docs/explain.md tells them apart."""
+    """`hit`, `part`, `miss` or `local`, as docs/explain.md defines them."""
     if outcome.resume_tokens <= outcome.local_tokens:
         return "local" if outcome.local_tokens and outcome.reason == "held_by_engine" else "miss"
     return "hit" if outcome.resume_tokens >= outcome.cap_tokens else "part"

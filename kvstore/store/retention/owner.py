@@ -234,7 +234,7 @@ class RetentionOwner:
         writing = set(gate.boundaries_in_flight()) if gate is not None else set()
         recent = gate.boundaries_in_work() if gate is not None else frozenset()
         order = gate.order() if gate is not None else None
-        # asked after the entries were read: in an incomplete catalog a missing one may be stored all the same
+        # read after the entries: a record without an entry may be stored if the catalog is incomplete
         is_complete = await self._catalog.is_complete(deadline=self._deadline())
 
         def work() -> EvictionPlan:

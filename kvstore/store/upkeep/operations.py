@@ -1,4 +1,4 @@
-"""What operators ask of a store, beside the data path: each call is a bounded piece of work on the store's own loop."""
+"""What operators show, remove and control in a store. Each call is a bounded piece of work on the store's own loop."""
 
 from __future__ import annotations
 
