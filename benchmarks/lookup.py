@@ -130,7 +130,7 @@ async def _time_lookups(
     client: Redis, catalog: RedisCatalog, url: str, num_prompts: int, repetitions: int
 ) -> list[Row]:
     meters = Meters()
-    memory, hot = MemoryTier(64 << 20), RedisTier.from_url(url)
+    memory, hot = MemoryTier(64 << 20), RedisTier(url)
     recorder = Recorder(catalog, Instruments(meters=meters))
     store = TieredStore(memory, hot, recorder=recorder, instruments=Instruments(meters=meters))
     rows = []

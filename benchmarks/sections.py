@@ -75,7 +75,7 @@ async def _redis_rows(server: RedisServer, peer: Peer, plan: Plan, listener: Lis
 
     from kvstore.tiers.redis import RedisTier
 
-    tier = RedisTier.from_url(server.url)
+    tier = RedisTier(server.url)
     try:
         rows = await store_rows(TierStore(tier), peer, plan, listener)
     finally:

@@ -90,7 +90,7 @@ def _redis(plan: Plan, listener: Listener) -> list[Row]:
             from kvstore.tiers.redis import RedisTier
             from kvstore.tiers.redis.reading import PART_BYTES
 
-            tier = RedisTier.from_url(server.url, num_connections=_NUM_CONNECTIONS)
+            tier = RedisTier(server.url, num_connections=_NUM_CONNECTIONS)
             raws = [
                 RawGets(tier, server.port, _NUM_CONNECTIONS),
                 RawGets(tier, server.port, _NUM_RANGED_CONNECTIONS, PART_BYTES),
@@ -159,7 +159,7 @@ def _service(plan: Plan, listener: Listener) -> list[Row]:
 def _redis_tier(url: str) -> TierStore:
     from kvstore.tiers.redis import RedisTier
 
-    tier = RedisTier.from_url(url, num_connections=_NUM_CONNECTIONS)
+    tier = RedisTier(url, num_connections=_NUM_CONNECTIONS)
     return TierStore(tier, _NUM_CONNECTIONS)
 
 

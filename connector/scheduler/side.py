@@ -137,7 +137,7 @@ class SchedulerSide:
 
     @property
     def is_ready(self) -> bool:
-        return self.namespace.is_ready
+        return self.namespace.id is not None
 
     def bind_pins(self, pins: BlockPins) -> None:
         """Set vLLM's block pool: from now on pages of requests that have ended can be saved."""
@@ -169,9 +169,9 @@ class SchedulerSide:
             trace=prompt.trace,
         )
         self.requests[state.request_id] = state
-        if chain is not None and self.is_ready and len(state.prompt) >= self._shape.boundary_tokens:
-            assert self.namespace.id is not None
-            self.hits.lookups.start(state, self.namespace.id)
+        namespace = self.namespace.id
+        if chain is not None and namespace is not None and len(state.prompt) >= self._shape.boundary_tokens:
+            self.hits.lookups.start(state, namespace)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """The answer to vLLM's poll: tokens beyond its own hit that can be loaded; `None`: ask again."""
@@ -183,7 +183,8 @@ class SchedulerSide:
         if (reason := self._why_no_lookup(state)) is not None:
             self._outcomes.report(state, reason[0], detail=reason[1])
             return 0
-        if not self.is_ready:
+        namespace = self.namespace.id
+        if namespace is None:
             # An engine's first requests often come while the namespace is being opened. They wait for it, but only
             # once, for requests that come together: a service that is down must not slow later ones.
             may_wait = self.hits.lookups.may_wait(state)
@@ -192,8 +193,7 @@ class SchedulerSide:
                 return None
             self._outcomes.report(state, "not_ready")
             return 0
-        assert self.namespace.id is not None
-        return self.hits.poll(state, self.namespace.id, local_tokens)
+        return self.hits.poll(state, namespace, local_tokens)
 
     def _why_no_lookup(self, state: RequestState) -> tuple[str, dict[str, object]] | None:
         """Why a request is not looked up, as an outcome's reason and detail; `None` if it is."""
@@ -280,9 +280,8 @@ class SchedulerSide:
         try:
             if state.loading is not None:
                 self._ended_while_loading[request_id] = state
-            elif final_tokens and self._saves_now(state):
-                assert self.namespace.id is not None
-                self.saves.plan_end(state, self.namespace.id, final_tokens, tables)
+            elif final_tokens and (namespace := self._saves_to(state)) is not None:
+                self.saves.plan_end(state, namespace, final_tokens, tables)
         finally:
             self.hits.forget(state)
 
@@ -302,11 +301,12 @@ class SchedulerSide:
         running = []
         for request_id, final_tokens in step.final_tokens.items():
             state, offers = self.requests.get(request_id), step.offers.get(request_id, ())
-            if state is not None and self._saves_now(state):
-                assert self.namespace.id is not None
+            if state is None:
+                continue
+            if (namespace := self._saves_to(state)) is not None:
                 tables = partial(step.tables.__getitem__, request_id)
-                running.append(RunningRequest(state, self.namespace.id, final_tokens, tables, offers))
-            elif state is not None and offers and self._awaits_hash(state):
+                running.append(RunningRequest(state, namespace, final_tokens, tables, offers))
+            elif offers and self._awaits_hash(state):
                 self.meters.add("connector_saves", outcome="not_hashed")  # vLLM does not offer this state again
         saves = self.saves.plan_step(running)
         try:
@@ -344,30 +344,29 @@ class SchedulerSide:
                 self.hits.answered.wait(_EMPTY_STEP_S)
         self.hits.answered.clear()
 
-    def _can_save(self, state: RequestState) -> bool:
-        """Whether pages of this request can be saved once its prompt is hashed. Starts that if need be."""
+    def _will_save_to(self, state: RequestState) -> NamespaceId | None:
+        """Where pages of this request are saved once its prompt is hashed; `None`: nowhere. Starts the hashing."""
+        namespace = self.namespace.id
         if not self._settings.saves or not state.flags.save or not self.budget.fits_all:
-            return False
-        if self._watchdog.has_ended_saves:
-            return False
-        if not self.is_ready or state.chain is None or state.save_stopped:
-            return False
-        if len(state.tokens) < self._shape.boundary_tokens:
-            return False
+            return None
+        if self._watchdog.has_ended_saves or state.save_stopped:
+            return None
+        if namespace is None or state.chain is None or len(state.tokens) < self._shape.boundary_tokens:
+            return None
         if state.hashed is None:  # the request came before the namespace was open, or was preempted
-            assert self.namespace.id is not None
-            self.hits.lookups.start(state, self.namespace.id)
-        return True
+            self.hits.lookups.start(state, namespace)
+        return namespace
 
     def _awaits_hash(self, state: RequestState) -> bool:
-        return self._can_save(state) and not state.is_hashing_over
+        return self._will_save_to(state) is not None and not state.is_hashing_over
 
-    def _saves_now(self, state: RequestState) -> bool:
-        """Whether pages of this request can be saved now."""
-        if not self._can_save(state) or not state.is_hashed:
-            return False
+    def _saves_to(self, state: RequestState) -> NamespaceId | None:
+        """Where pages of this request can be saved now; `None`: nowhere."""
+        namespace = self._will_save_to(state)
+        if namespace is None or not state.is_hashed:
+            return None
         state.note_lookup()
-        return True
+        return namespace
 
     @property
     def has_pending_saves(self) -> bool:

@@ -308,9 +308,7 @@ def _redis(location: RedisLocation, settings: Settings) -> Tier:
         from kvstore.tiers.redis import RedisTier
     except ImportError as error:
         raise missing_package("redis", "hot", error.name) from error
-    return RedisTier.at(
-        location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes
-    )
+    return RedisTier(location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes)
 
 
 async def _s3(location: S3Location, meters: Meters) -> Tier:

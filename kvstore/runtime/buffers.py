@@ -44,6 +44,11 @@ class BufferedConnection(asyncio.BufferedProtocol):
         self._gone.set()
         self.on_lost(exc)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were written and that the kernel has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def abort(self) -> None:
         """Drop the connection at once, with what was not sent yet. Idempotent."""
         if self._transport is not None:

@@ -30,7 +30,7 @@ class RedisMedium(Medium):
         self.raw = redis.Redis.from_url(url) if raw is None else raw
 
     async def open_tier(self) -> Tier:
-        return RedisTier.from_url(self.url)
+        return RedisTier(self.url)
 
     async def read(self, key: RecordKey) -> bytes | None:
         return self.raw.get(format_name(key))

@@ -73,7 +73,7 @@ class TestTieredStoreOnRedisAndS3(PageStoreContract):
     async def node(self, shared_redis: RedisServer, shared_rgw: CephRgw) -> AsyncIterator[StoreNode]:
         shared_rgw.create_bucket("page-store")
         meters, prefix = Meters(), secrets.token_hex(4)  # apart from the records of an earlier test
-        hot = GuardedTier(RedisTier.from_url(shared_redis.url), Instruments(meters=meters))
+        hot = GuardedTier(RedisTier(shared_redis.url), Instruments(meters=meters))
         cold = GuardedTier(
             await S3Tier.open(shared_rgw.location("page-store", prefix), credentials=shared_rgw.credentials),
             Instruments(meters=meters),

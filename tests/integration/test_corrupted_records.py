@@ -79,7 +79,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield DirectoryPlace(tier, tmp_path / "records")
     elif request.param == "redis":
         server: RedisServer = request.getfixturevalue("shared_redis")
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         async with redis.asyncio.Redis.from_url(server.url) as client:
             yield RedisPlace(tier, client)
             await client.flushall()

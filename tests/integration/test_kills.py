@@ -103,7 +103,7 @@ async def in_s3(rgw: CephRgw, bucket: str) -> AsyncIterator[S3Tier]:
 async def the_catalog_equals_a_scan(hot: RedisServer, rgw: CephRgw, bucket: str) -> None:
     """Records and bytes of each tier, counted one by one, are what the catalog says."""
     found: dict[tuple[bytes, Level], tuple[int, int]] = {}
-    hot_tier = RedisTier.from_url(hot.url)
+    hot_tier = RedisTier(hot.url)
     async with in_s3(rgw, bucket) as cold_tier:
         for level, tier in ((Level.HOT, hot_tier), (Level.COLD, cold_tier)):
             async for entry in tier.scan():

@@ -37,7 +37,7 @@ def tls() -> Iterator[TlsRedis]:
 
 async def refused(url: str) -> str:
     """What a tier on `url` says."""
-    tier = RedisTier.from_url(url)
+    tier = RedisTier(url)
     with pytest.raises(Unavailable) as caught:
         await tier.get(make_key(1), deadline=Deadline.after(5))
     await tier.aclose()
@@ -78,14 +78,14 @@ async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
     """A command that the user may not use is named, with who can help; it is no miss."""
     from redis import Redis
 
-    tier = RedisTier.from_url(tls.server.url)
+    tier = RedisTier(tls.server.url)
     assert await tier.put(make_record(1), deadline=Deadline.after(5)) in (PutOutcome.STORED, PutOutcome.EXISTS)
     await tier.aclose()
     with redis_server() as server, Redis(port=server.port) as admin:
         admin.acl_setuser(
             "reader", enabled=True, passwords=["+hunter2"], commands=["+get", "+getrange", "+ping"], keys=["*"]
         )
-        tier = RedisTier.from_url(f"redis://reader:hunter2@127.0.0.1:{server.port}")
+        tier = RedisTier(f"redis://reader:hunter2@127.0.0.1:{server.port}")
         assert await tier.get(make_key(1), deadline=Deadline.after(5)) is None
         with pytest.raises(Unavailable, match=r"commands and keys that it lacks \(ACL SETUSER\).*'set'"):
             await tier.put(make_record(1), deadline=Deadline.after(5))
@@ -138,7 +138,7 @@ async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCapture
         settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": server.url})
         async with open_store(settings):
             pass
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         (facts,) = await tier.facts(deadline=Deadline.after(5))
         concerns = await tier.concerns(deadline=Deadline.after(5))
         await tier.aclose()
@@ -153,7 +153,7 @@ async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCapture
 async def test_facts_of_a_valkey() -> None:
     """A Valkey says so, with its own version, and one that is set up well raises no concern."""
     with valkey_server(("--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru")) as server:
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         (facts,) = await tier.facts(deadline=Deadline.after(5))
         concerns = [
             concern for concern in await tier.concerns(deadline=Deadline.after(5)) if "round trip" not in concern.text

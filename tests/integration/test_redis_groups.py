@@ -58,7 +58,7 @@ async def tier(request: pytest.FixtureRequest) -> AsyncIterator[RedisTier]:
     group: RedisGroup = request.getfixturevalue(request.param)
     await asyncio.to_thread(group.settle)
     group.flush()
-    tier = RedisTier.from_url(group.url)
+    tier = RedisTier(group.url)
     yield tier
     await tier.aclose()
 
@@ -127,13 +127,13 @@ async def test_a_sentinel_that_is_frozen_or_gone(tier: RedisTier, sentinel: Redi
     second.kill9()
     try:
         for _ in range(3):  # whoever is asked first
-            fresh = RedisTier.from_url(sentinel.url)
+            fresh = RedisTier(sentinel.url)
             assert await fresh.get(make_key(1), deadline=Deadline.after(3)) is None
             await fresh.aclose()
     finally:
         first.thaw()
         second.start()
-    wrong = RedisTier.from_url(sentinel.url.replace("/main/", "/other/"))
+    wrong = RedisTier(sentinel.url.replace("/main/", "/other/"))
     with pytest.raises(Unavailable, match=r"no sentinel names the primary: check .*service=other"):
         await wrong.get(make_key(1), deadline=Deadline.after(3))
     await wrong.aclose()
@@ -269,7 +269,7 @@ async def test_forms_that_are_mixed_up(sentinel: RedisSentinel, cluster: RedisCl
         (f"redis+cluster://127.0.0.1:{sentinel.primary().port}", r"no cluster: use redis://"),
         (f"redis+sentinel://127.0.0.1:{sentinel.primary().port}/main", "no sentinel names the primary"),
     ):
-        tier = RedisTier.from_url(url)
+        tier = RedisTier(url)
         with pytest.raises(Unavailable, match=advice):
             await tier.get(make_key(number), deadline=Deadline.after(3))
         await tier.aclose()
@@ -350,11 +350,11 @@ async def test_servers_and_sentinels_that_ask_for_a_login() -> None:
             ask(sentinel, "SENTINEL", "SET", "main", "auth-pass", "hunter2")
             ask(sentinel, "ACL", "SETUSER", "default", ">hunter2", "on", "resetpass", ">hunter2")
         url = group.url.replace("://", "://:hunter2@")
-        without = RedisTier.from_url(url)
+        without = RedisTier(url)
         with pytest.raises(Unavailable, match=r"sentinel_login=same"):
             await without.get(make_key(1), deadline=Deadline.after(3))
         await without.aclose()
-        tier = RedisTier.from_url(f"{url}?sentinel_login=same")
+        tier = RedisTier(f"{url}?sentinel_login=same")
         assert await tier.put(make_record(1), deadline=Deadline.after(3)) is PutOutcome.STORED
         assert await tier.get(make_key(1), deadline=Deadline.after(3)) is not None
         await tier.aclose()

@@ -70,7 +70,9 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
             answers = await asyncio.gather(*(client.get(path) for path in paths))
             waited_s = time.monotonic() - started_s
             assert answers[0].status_code == 503
-            assert "the hot tier does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
+            assert (
+                "the catalog and does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
+            )
             assert waited_s < 5.0, attempt
         command = [sys.executable, "-c", "import sys; from kvstore.cli.main import main; sys.exit(main())"]
         command += ["ls", "--admin-url", made.url]
@@ -79,7 +81,7 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
         _, said = await process.communicate()
         assert process.returncode != 0
-        assert b"the hot tier does not answer" in said or b"not used until" in said, said
+        assert b"the catalog and does not answer" in said or b"not used until" in said, said
         assert time.monotonic() - started_s < 15.0  # most of it is the start of Python
         redis.thaw()
 

@@ -158,7 +158,7 @@ def soon() -> Deadline:
 
 
 async def _over_the_byte_path(url: str) -> None:
-    tier = RedisTier.from_url(url)
+    tier = RedisTier(url)
     try:
         for call in (
             lambda: tier.get(make_key(1), deadline=soon()),

@@ -44,7 +44,7 @@ async def tier_of(place: str, folder: Path, server: RedisServer) -> AsyncIterato
     if place == "directory":
         tier: Tier = await FilesystemTier.open(folder / "records", budget_bytes=64 << 20)
     else:
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
     try:
         yield tier
     finally:

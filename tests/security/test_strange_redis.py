@@ -111,7 +111,7 @@ async def test_every_call_of_the_tier(name: str) -> None:
     """Each is refused, or answered as if the record were absent or damaged; a put is never taken for done."""
     polite_to = frozenset({b"PING", b"SELECT"})
     async with strange_redis(STRANGE[name], polite_to=polite_to) as port:
-        tier = RedisTier.from_url(f"redis://127.0.0.1:{port}/0")
+        tier = RedisTier(f"redis://127.0.0.1:{port}/0")
         calls = {
             "head": lambda: tier.head([make_key(1), make_key(2)], deadline=soon()),
             "get": lambda: tier.get(make_key(1), deadline=soon()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvstore.errors import Closed
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import Clock
@@ -36,12 +35,6 @@ class SimulatedTier(Tier):
         self._link = link
         self._clock = clock
         self._on_damage = on_damage
-        self._num_quarantined = 0
-        self._closed = False
-
-    @property
-    def num_quarantined(self) -> int:
-        return self._num_quarantined
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check_open()
@@ -107,9 +100,7 @@ class SimulatedTier(Tier):
 
         is_aside = await self._link("quarantine", work, deadline)
         if is_aside:
-            self._num_quarantined += 1
-            if self.on_quarantine is not None:
-                self.on_quarantine(key, reason)
+            self._quarantined(key, reason)
         return is_aside
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -142,7 +133,3 @@ class SimulatedTier(Tier):
 
     async def aclose(self) -> None:
         self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the tier is closed", tier=self.name)

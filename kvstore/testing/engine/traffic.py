@@ -128,8 +128,8 @@ def state_of(core: Any, own_name: str) -> str:
     if status == "RUNNING":
         return "decoding" if request.num_computed_tokens >= request.num_prompt_tokens else "prefilling"
     side = getattr(core.scheduler.connector, "scheduler_side", None)
-    state = side.ledger.find(own_name) if side is not None else None
-    if state is None or not state.is_asking:
+    state = side.requests.get(own_name) if side is not None else None
+    if state is None or not state.is_polled:
         return "queued"
     return "staging" if state.fetch is not None else "asking"
 
@@ -161,8 +161,8 @@ def take_census(llm: Any) -> dict[str, Any]:
     }
     side = getattr(scheduler.connector, "scheduler_side", None)
     if side is not None:
-        census["remembered_requests"] = len(side.ledger)
-        census["saves_in_flight"] = len(side.saves)
+        census["remembered_requests"] = len(side.requests)
+        census["saves_in_flight"] = len(side.save_jobs)
     return census
 
 

@@ -24,6 +24,7 @@ __all__ = ["FilesystemTier"]
 
 T = TypeVar("T")
 
+_THREADS = 4
 _JOBS_MAX = 256
 _CLOSE_S = 5.0
 _QUARANTINE_BYTES_MAX, _QUARANTINE_SHARE = 256 << 20, 1 / 16
@@ -40,28 +41,21 @@ class FilesystemTier(Tier):
     too many threads are busy (a frozen network filesystem), calls are refused at once.
     """
 
-    def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor, name: str) -> None:
-        self.name = name
+    name = "filesystem"
+
+    def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor) -> None:
         self._files = files
         files.on_quarantine = self._file_quarantined
         self._index = index
         self._pool = pool
-        self._background = Background(f"{name} tier")
+        self._background = Background("filesystem tier")
         self._is_beside = False
         self._removals: dict[RecordKey, asyncio.Event] = {}  # of files that are being removed; set at their end
         self._num_jobs = 0
         self._jobs_lock = threading.Lock()
 
     @classmethod
-    async def open(
-        cls,
-        root: Path,
-        *,
-        budget_bytes: int,
-        fsync: Fsync = "none",
-        num_threads: int = 4,
-        name: str = "filesystem",
-    ) -> FilesystemTier:
+    async def open(cls, root: Path, *, budget_bytes: int, fsync: Fsync = "none") -> FilesystemTier:
         """Own `root`: lock it, clean up after an earlier owner, load the index.
 
         Takes about 2 s for a million records. After a power failure, or without the index, every file is examined,
@@ -75,7 +69,7 @@ class FilesystemTier(Tier):
         quarantine_bytes = min(_QUARANTINE_BYTES_MAX, int(budget_bytes * _QUARANTINE_SHARE))
         files = RecordFiles(Path(root), fsync, quarantine_bytes_max=quarantine_bytes)
         index = Index(budget_bytes)
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvstore-{name}")
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
 
         def recover() -> None:
             files.open()
@@ -90,10 +84,10 @@ class FilesystemTier(Tier):
             pool.shutdown(wait=False, cancel_futures=True)
             files.close()
             raise
-        return cls(files, index, pool, name)
+        return cls(files, index, pool)
 
     @classmethod
-    async def open_beside(cls, root: Path, *, num_threads: int = 4, name: str = "filesystem") -> FilesystemTier:
+    async def open_beside(cls, root: Path) -> FilesystemTier:
         """Open a directory that another process may own, to read its records and to quarantine corrupt ones.
 
         To the owner, a quarantined record is missing, as after an eviction. Do not put records.
@@ -103,14 +97,14 @@ class FilesystemTier(Tier):
         """
         files = RecordFiles(Path(root))
         index = Index(sys.maxsize)
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvstore-{name}")
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
         try:
             for key, num_bytes in await asyncio.wrap_future(pool.submit(files.names)):
                 index.add(key, num_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        tier = cls(files, index, pool, name)
+        tier = cls(files, index, pool)
         tier._is_beside = True
         return tier
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -19,53 +19,22 @@ __all__ = ["Access"]
 
 
 class Access:
-    """Makes connections that are logged in.
-
-    Args:
-        username: `None`: the default user.
-        password: `None`: do not log in.
-        database: The database to select.
-        tls: `None`: without TLS.
-        primary_only: Refuse a server that is not a primary.
+    """Makes connections that are logged in, to the servers that hold records or to the sentinels that know these.
 
     Raises:
         InvalidRequest: A certificate or key cannot be read.
     """
 
-    def __init__(
-        self,
-        *,
-        username: str | None,
-        password: str | None,
-        database: int = 0,
-        tls: ssl.SSLContext | None = None,
-        primary_only: bool = False,
-    ) -> None:
-        self._tls = tls
-        self._primary_only = primary_only
+    def __init__(self, location: RedisLocation, *, to_sentinels: bool = False) -> None:
+        self._tls = _tls_context(location)
+        self._primary_only = location.mode == "sentinel" and not to_sentinels
         self._greeting: list[Sequence[Argument]] = []
-        if password is not None:
-            self._greeting.append(("AUTH", *((username,) if username is not None else ()), password))
-        if database:
-            self._greeting.append(("SELECT", database))
-        self._greeting.append(("ROLE",) if primary_only else ("PING",))
-
-    @classmethod
-    def to_servers(cls, location: RedisLocation) -> Access:
-        """Access to the servers that hold records."""
-        return cls(
-            username=location.username,
-            password=location.password,
-            database=location.database,
-            tls=_tls_context(location),
-            primary_only=location.mode == "sentinel",
-        )
-
-    @classmethod
-    def to_sentinels(cls, location: RedisLocation) -> Access:
-        """Access to the sentinels that know these servers."""
-        login = (location.username, location.password) if location.sentinel_login else (None, None)
-        return cls(username=login[0], password=login[1], tls=_tls_context(location))
+        if location.password is not None and (location.sentinel_login or not to_sentinels):
+            user = (location.username,) if location.username is not None else ()
+            self._greeting.append(("AUTH", *user, location.password))
+        if location.database and not to_sentinels:
+            self._greeting.append(("SELECT", location.database))
+        self._greeting.append(("ROLE",) if self._primary_only else ("PING",))
 
     async def connect(self, address: HostPort, deadline: Deadline) -> Connection:
         """A connection that commands can be sent on.
@@ -137,21 +106,13 @@ def _tls_context(location: RedisLocation) -> ssl.SSLContext | None:
             context.load_cert_chain(location.cert_file, location.key_file)
     except (OSError, ssl.SSLError) as error:
         given = [path for path in (location.ca_file, location.cert_file, location.key_file) if path is not None]
-        unreadable = [str(path) for path in given if not _readable(path)]
+        unreadable = [str(path) for path in given if not os.access(path, os.R_OK)]
         raise InvalidRequest(
             "a certificate or key in the url of Redis cannot be used: check that it exists, is PEM and may be read",
             files=",".join(unreadable or map(str, given)),
             error=error,
         ) from error
     return context
-
-
-def _readable(path: Path) -> bool:
-    try:
-        path.read_bytes()
-    except OSError:
-        return False
-    return True
 
 
 def _tls_advice(error: ssl.SSLError) -> str:

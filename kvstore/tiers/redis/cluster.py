@@ -20,7 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
@@ -110,7 +110,7 @@ class Cluster:
     """
 
     def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
-        self._access = Access.to_servers(location)
+        self._access = Access(location)
         self._seeds = location.addresses
         self._num_data_connections = num_data_connections
         self._members: dict[HostPort, _Member] = {}
@@ -243,7 +243,7 @@ class Cluster:
         if self._closed:
             raise Closed("the connections to the Redis Cluster are closed")
         if address not in self._members:
-            node = Node(self._access, at(address), str(address), self._num_data_connections)
+            node = Node(self._access, address, self._num_data_connections)
             self._members[address] = _Member(address, node, self._reload_soon)
         return self._members[address]
 

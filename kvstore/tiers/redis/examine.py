@@ -15,7 +15,7 @@ from kvstore.tiers.base import Concern, Severity
 from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.cluster import Cluster
-from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.replies import check_replies, strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply
 from kvstore.tiers.redis.topology import Topology, open_topology, query_sentinel
@@ -177,10 +177,10 @@ async def _refused(topology: Topology, deadline: Deadline) -> dict[str, str]:
 
 
 async def _sentinels(location: RedisLocation, deadline: Deadline) -> dict[str, str]:
-    access = Access.to_sentinels(location)
+    access = Access(location, to_sentinels=True)
 
     async def query(address: HostPort) -> str:
-        sentinel = Node(access, at(address), str(address), 0)
+        sentinel = Node(access, address)
         try:
             return str(await query_sentinel(sentinel, location.service or "", deadline))
         except Unavailable as error:

@@ -15,7 +15,7 @@ from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.reading import PART_BYTES, Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
 
-__all__ = ["Node", "Where", "at"]
+__all__ = ["Node"]
 
 _CONNECT_S = 2.0
 _BACKOFF_FIRST_S = 0.05
@@ -29,18 +29,6 @@ _READS_MIN = 2
 
 _num_in_flight = attrgetter("num_in_flight")
 
-Where = Callable[[Deadline], Awaitable[HostPort]]
-"""Returns where the server is now; called for each connection attempt."""
-
-
-def at(address: HostPort) -> Where:
-    """The `Where` of a server that never moves."""
-
-    async def where(deadline: Deadline) -> HostPort:
-        return address
-
-    return where
-
 
 class Node:
     """One server, or the server that has its role now.
@@ -50,15 +38,22 @@ class Node:
 
     Args:
         access: Opens connections.
-        where: Where the server is. When it has moved, connections to its old address are dropped.
-        name: For messages, until the address is known.
+        where: The server's address; or finds it for each connection attempt. When it has changed, connections to the
+            old address are dropped.
         num_data_connections: Connections that carry records.
+        name: For messages, until the address is known.
     """
 
-    def __init__(self, access: Access, where: Where, name: str, num_data_connections: int) -> None:
+    def __init__(
+        self,
+        access: Access,
+        where: HostPort | Callable[[Deadline], Awaitable[HostPort]],
+        num_data_connections: int = 0,
+        name: str = "",
+    ) -> None:
         self._access = access
         self._where = where
-        self.address = name
+        self.address = name or str(where)
         self._control = _Link(self)
         self._data = [_Link(self) for _ in range(num_data_connections)]
         self._reads = Turns(_READS_MIN)
@@ -97,7 +92,7 @@ class Node:
 
     async def connect(self, deadline: Deadline) -> Connection:
         """A new connection to the server's current address; connections to earlier ones are dropped."""
-        address = await self._where(deadline)
+        address = self._where if isinstance(self._where, HostPort) else await self._where(deadline)
         connection = await self._access.connect(address, deadline)
         if self.address != str(address):
             self.leave_all_but(address)

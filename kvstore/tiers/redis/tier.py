@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
-from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
@@ -22,7 +22,7 @@ from kvstore.tiers.redis.examine import ServerFacts, concerns_of, read_facts
 from kvstore.tiers.redis.reading import STRIPE_BYTES, Reading, is_striped, stripe_names, striped_header
 from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, is_wrong_type, writes_refused
 from kvstore.tiers.redis.resp import Reply
-from kvstore.tiers.redis.topology import Topology, open_topology
+from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
 
@@ -43,54 +43,32 @@ _SCAN_STEP_S = 10.0
 
 
 class RedisTier(Tier):
-    """Stores records on the nodes of a topology; make one with `from_url`. Connects when first used.
+    """Stores records in a Redis. Connects when first used.
 
     Args:
-        topology: Which node a name lives on; owned by the tier.
+        location: One server, a cluster, or the primary that sentinels name; or its url.
+        num_connections: Connections to each server that carry records; one more carries small commands.
         in_flight_bytes: Limit for bytes in flight to or from Redis. Further calls wait within their deadline.
-        name: Shown in metrics and answers.
+
+    Raises:
+        InvalidRequest: The url is malformed, or a certificate cannot be used.
     """
 
-    def __init__(self, topology: Topology, *, in_flight_bytes: int = 256 << 20, name: str = "redis") -> None:
+    name = "redis"
+
+    def __init__(
+        self, location: RedisLocation | str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20
+    ) -> None:
         if in_flight_bytes < STRIPE_BYTES:
             raise InvalidRequest("in_flight_bytes must hold one value", least=STRIPE_BYTES, seen=in_flight_bytes)
-        self.name = name
-        self._topology = topology
-        self._values = Values(topology, ByteBudget(in_flight_bytes))
-        self._background = Background(f"{name} tier")
-        self._quarantine_budget = QuarantineBudget()
-        self._full_s = -math.inf  # when a record last found no room
-
-    @classmethod
-    def from_url(
-        cls, url: str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
-    ) -> RedisTier:
-        """As `at`, with the location given as a url.
-
-        Raises:
-            InvalidRequest: The url is malformed, or names a certificate that cannot be used.
-        """
-        location = parse_redis(url)
-        return cls.at(location, num_connections=num_connections, in_flight_bytes=in_flight_bytes, name=name)
-
-    @classmethod
-    def at(
-        cls, location: RedisLocation, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
-    ) -> RedisTier:
-        """A tier on the Redis at `location`; connects when first used.
-
-        Args:
-            location: One server, a cluster, or the primary that sentinels name.
-            num_connections: Connections to each server that carry records; one more carries small commands.
-            in_flight_bytes: As in the constructor.
-            name: As in the constructor.
-
-        Raises:
-            InvalidRequest: A certificate cannot be used.
-        """
         if num_connections < 1:
             raise InvalidRequest("num_connections must be at least 1", seen=num_connections)
-        return cls(open_topology(location, num_connections), in_flight_bytes=in_flight_bytes, name=name)
+        location = parse_redis(location) if isinstance(location, str) else location
+        self._topology = open_topology(location, num_connections)
+        self._values = Values(self._topology, ByteBudget(in_flight_bytes))
+        self._background = Background("redis tier")
+        self._quarantine_budget = QuarantineBudget()
+        self._full_s = -math.inf  # when a record last found no room
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One round trip per node. A striped record's bytes are unknown here: 0."""
@@ -163,7 +141,7 @@ class RedisTier(Tier):
         if not is_wrong_type(head):
             check_reply(head)
         check_reply(removed)
-        if isinstance(head, memoryview) and (header := striped_header(head, key)) is not None:
+        if (header := striped_header(head, key)) is not None:
             stripes = each_alone("UNLINK", stripe_names(header))
             check_replies(await self._topology.query(stripes, deadline=deadline))
         return removed == 1
@@ -177,18 +155,11 @@ class RedisTier(Tier):
         commands = [(name, command) for name in names for command in (("EXPIRE", name, _EVICTABLE_S), ("STRLEN", name))]
         replies = await self._topology.query(commands, deadline=deadline)
         check_replies(replies[::2])
-        short = [index for index, length in enumerate(replies[1::2]) if length == HEADER_BYTES]
-        if not short:
-            return
-        heads = await self._topology.query(each_alone("GET", [names[index] for index in short]), deadline=deadline)
-        stripes = [
-            (stripe, ("EXPIRE", stripe, _EVICTABLE_S))
-            for index, head in zip(short, heads, strict=True)
-            if isinstance(head, memoryview) and (header := striped_header(head, keys[index])) is not None
-            for stripe in stripe_names(header)
-        ]
+        striped = await self._striped(keys, replies[1::2], deadline)
+        stripes = [stripe for header in striped.values() for stripe in stripe_names(header)]
         if stripes:
-            check_replies(await self._topology.query(stripes, deadline=deadline))
+            expire = [(stripe, ("EXPIRE", stripe, _EVICTABLE_S)) for stripe in stripes]
+            check_replies(await self._topology.query(expire, deadline=deadline))
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         """Rename the record to `quarantine:<name>` for a week; stripes get that expiry under their own names. Once this
@@ -246,19 +217,26 @@ class RedisTier(Tier):
                         yield Entry(key, num_bytes)
 
     async def _sizes(self, keys: Sequence[RecordKey], deadline: Deadline) -> list[int]:
-        """Bytes of records, striped ones included; 0 for what is gone."""
+        """Bytes of records, striped ones included; 0 for records that are gone."""
         if not keys:
             return []
-        names = [format_name(key) for key in keys]
-        replies = await self._topology.query(each_alone("STRLEN", names), deadline=deadline)
-        sizes = [reply if isinstance(reply, int) else 0 for reply in replies]
-        short = [index for index, num_bytes in enumerate(sizes) if num_bytes == HEADER_BYTES]
-        if short:
-            heads = await self._topology.query(each_alone("GET", [names[index] for index in short]), deadline=deadline)
-            for index, head in zip(short, heads, strict=True):
-                if isinstance(head, memoryview) and (header := striped_header(head, keys[index])) is not None:
-                    sizes[index] = HEADER_BYTES + header.payload_bytes
-        return sizes
+        lengths = await self._topology.query(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
+        striped = await self._striped(keys, lengths, deadline)
+        sizes = {key: HEADER_BYTES + header.payload_bytes for key, header in striped.items()}
+        return [
+            sizes.get(key, length if isinstance(length, int) else 0) for key, length in zip(keys, lengths, strict=True)
+        ]
+
+    async def _striped(
+        self, keys: Sequence[RecordKey], lengths: Sequence[Reply], deadline: Deadline
+    ) -> dict[RecordKey, HeaderV1]:
+        """The headers of striped records, which are found by the length of their values."""
+        short = [key for key, length in zip(keys, lengths, strict=True) if length == HEADER_BYTES]
+        if not short:
+            return {}
+        heads = await self._topology.query(each_alone("GET", list(map(format_name, short))), deadline=deadline)
+        found = ((key, striped_header(head, key)) for key, head in zip(short, heads, strict=True))
+        return {key: header for key, header in found if header is not None}
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)

@@ -13,7 +13,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.cluster import Cluster
-from kvstore.tiers.redis.node import Node, at
+from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, Reply
@@ -70,7 +70,7 @@ def open_topology(location: RedisLocation, num_data_connections: int) -> Topolog
     if location.mode == "sentinel":
         return _BehindSentinels(location, num_data_connections)
     (address,) = location.addresses
-    return _SingleNode(Node(Access.to_servers(location), at(address), str(address), num_data_connections))
+    return _SingleNode(Node(Access(location), address, num_data_connections))
 
 
 class _SingleNode:
@@ -110,13 +110,13 @@ class _BehindSentinels(_SingleNode):
     def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
         assert location.service is not None
         self._service = location.service
-        access = Access.to_sentinels(location)
-        self._sentinels = [Node(access, at(address), str(address), 0) for address in location.addresses]
+        access = Access(location, to_sentinels=True)
+        self._sentinels = [Node(access, address) for address in location.addresses]
         self._next = 0
         self._primary: HostPort | None = None
         self._background = Background("Redis behind sentinels")
         name = f"{location.service} behind {','.join(map(str, location.addresses))}"
-        super().__init__(Node(Access.to_servers(location), self._find_primary, name, num_data_connections))
+        super().__init__(Node(Access(location), self._find_primary, num_data_connections, name))
 
     def _started(self) -> Node:
         if not len(self._background):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -11,7 +12,7 @@ from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.background import gather_all
-from kvstore.runtime.budget import ByteBudget, Grant
+from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis.reading import (
@@ -34,21 +35,18 @@ _ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case 
 _READING_BYTES = 2 * PART_BYTES
 """The most bytes that one read has in flight."""
 
-_DROP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
-"""Removes a value, unless another one has replaced it since we read it."""
-
-_DROP_BROKEN = """
+_DROP = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local missing = false
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then missing = true end
 end
-if not missing then return 0 end
+if #KEYS > 1 and not missing then return 0 end
 for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[2]) end
 return redis.call('UNLINK', KEYS[1])
 """
-"""Removes the header of a striped record that lacks a stripe, and lets the other stripes expire; unless another header
-has replaced it since we read it, or no stripe is missing any more."""
+"""Removes an empty value, or the header of a striped record that lacks a stripe, whose other stripes expire; unless
+another value has replaced it since we read it, or no stripe is missing any more."""
 
 _QUARANTINE = """
 local kind = redis.call('TYPE', KEYS[1]).ok
@@ -92,23 +90,17 @@ class Values:
         if reading.data is None and reading.striped is not None:
             # stripes were evicted or expired: remove the header too, or every later put would be answered with EXISTS
             stripes = stripe_names(HeaderV1.unpack(reading.striped))
-            await self._drop_broken(reading.name, reading.striped, stripes, deadline)
+            await self._drop(reading.name, reading.striped, stripes, deadline)
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
-        grant = await self._budget(_READING_BYTES, deadline)
-        try:
+        async with self._granted(_READING_BYTES, deadline):
             await self._topology.read(reading, deadline=deadline)
-        finally:
-            self._in_flight.give_back(grant)
         _check_string(reading.error, reading.name)
 
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
         """Whether there is a value although a read found nothing; only `GET` tells an empty value from no value."""
-        grant = await self._budget(STRIPE_BYTES, deadline)
-        try:
+        async with self._granted(STRIPE_BYTES, deadline):
             value = await self._topology.transfer(name, ("GET", name), deadline=deadline)
-        finally:
-            self._in_flight.give_back(grant)
         _check_string(value, name)
         if isinstance(value, memoryview) and not len(value):
             raise CorruptRecord("this name has an empty value", name=name)
@@ -116,11 +108,8 @@ class Values:
 
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
         """SET a value; `EXISTS` is possible only with the option NX."""
-        grant = await self._budget(len(value), deadline)
-        try:
+        async with self._granted(len(value), deadline):
             reply = await self._topology.transfer(name, ("SET", name, value, *options), deadline=deadline)
-        finally:
-            self._in_flight.give_back(grant)
         return _put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
@@ -138,9 +127,9 @@ class Values:
         check_replies(replies)
         head = replies[1]
         if not isinstance(head, memoryview) or not len(head):
-            await self._drop(name, b"", deadline)
+            await self._drop(name, b"", (), deadline)
             return False
-        if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
+        if (header := striped_header(head, key)) is not None:
             return await self._keep_stripes(name, head, stripe_names(header), deadline)
         return True
 
@@ -155,17 +144,11 @@ class Values:
         check_replies(replies)
         if 0 not in replies[1::2]:
             return True
-        await self._drop_broken(name, head, stripes, deadline)
+        await self._drop(name, head, stripes, deadline)
         return False
 
-    async def _drop_broken(
-        self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
-    ) -> None:
-        drop = ("EVAL", _DROP_BROKEN, 1 + len(stripes), name, *stripes, head, _ORPHAN_S)
-        check_replies(await self._topology.query([(name, drop)], deadline=deadline))
-
-    async def _drop(self, name: str, seen: bytes | memoryview, deadline: Deadline) -> None:
-        drop = ("EVAL", _DROP, 1, name, seen)
+    async def _drop(self, name: str, seen: bytes | memoryview, stripes: Sequence[str], deadline: Deadline) -> None:
+        drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, _ORPHAN_S)
         check_replies(await self._topology.query([(name, drop)], deadline=deadline))
 
     async def quarantine(
@@ -203,7 +186,7 @@ class Values:
         if seen is not None and (length != len(seen) or head != seen[:HEADER_BYTES]):
             return None
         digest = hashlib.sha1(seen, usedforsecurity=False).hexdigest() if seen is not None else ""
-        header = striped_header(memoryview(head), key) if length == HEADER_BYTES else None
+        header = striped_header(head, key) if length == HEADER_BYTES else None
         stripes = stripe_names(header) if header is not None else []
         target = f"quarantine:{name}"
         names = (name, target, *stripes)
@@ -253,12 +236,16 @@ class Values:
             await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
         return outcome
 
-    async def _budget(self, num_bytes: int, deadline: Deadline) -> Grant:
+    @asynccontextmanager
+    async def _granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
         grant = self._in_flight.try_take(num_bytes)
         if grant is None:
             async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
                 grant = await self._in_flight.take(num_bytes)
-        return grant
+        try:
+            yield
+        finally:
+            self._in_flight.give_back(grant)
 
 
 def each_alone(verb: str, names: Sequence[str]) -> list[tuple[str, Command]]:
@@ -283,8 +270,6 @@ def _check_string(reply: Reply, name: str) -> None:
 
 
 def _same_payload(stored: Reply, header: HeaderV1) -> bool:
-    if not isinstance(stored, memoryview) or len(stored) != HEADER_BYTES:
-        return False
     other = striped_header(stored, header.key)
     return other is not None and other.payload_checksum == header.payload_checksum
 

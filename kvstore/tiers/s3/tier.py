@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
 _SCAN_STEP_S = 60.0
+_REQUESTS_MAX = 32
 
 
 class S3Tier(Tier):
@@ -36,11 +37,11 @@ class S3Tier(Tier):
     Args:
         client: Owned by the tier.
         prefix: Prefix of all names, without slashes at its ends; may be empty.
-        name: Shown in metrics and answers.
     """
 
-    def __init__(self, client: S3Client, prefix: str, *, name: str = "s3") -> None:
-        self.name = name
+    name = "s3"
+
+    def __init__(self, client: S3Client, prefix: str) -> None:
         self._client = client
         self._root = f"{prefix}/" if prefix else ""
         self._quarantine_budget = QuarantineBudget()
@@ -51,25 +52,23 @@ class S3Tier(Tier):
         location: S3Location,
         *,
         credentials: Credentials | None = None,
-        num_requests_max: int = 32,
         meters: Meters | None = None,
-        name: str = "s3",
     ) -> S3Tier:
         """Make a tier on a bucket that exists; no request is sent yet.
+
+        At most 32 requests run at a time, fewer while the endpoint answers `SlowDown`. Further ones wait within their
+        deadline.
 
         Args:
             location: Where it is.
             credentials: `None`: those of the AWS environment (variables, profile, instance role).
-            num_requests_max: Requests at a time, fewer while the endpoint answers `SlowDown`. Further ones wait within
-                their deadline.
             meters: Counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
-            name: Shown in metrics and answers.
 
         Raises:
             InvalidRequest: The AWS settings are wrong.
         """
-        client = await S3Client.open(location, credentials=credentials, num_connections=num_requests_max, meters=meters)
-        return cls(client, location.prefix, name=name)
+        client = await S3Client.open(location, credentials=credentials, num_connections=_REQUESTS_MAX, meters=meters)
+        return cls(client, location.prefix)
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One request for each key, a limited number at a time."""

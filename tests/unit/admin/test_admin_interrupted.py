@@ -146,7 +146,7 @@ async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: 
         listed: list[dict[str, Any]] = json.loads(said("--json"))["jobs"]
         assert [(one["job"], one["state"]) for one in listed] == [(again["job"], "done")]
         assert main(["jobs", "--cancel", "--admin-url", url]) == 2
-        assert "name its id" in capsys.readouterr().err
+        assert "needs the id of a job" in capsys.readouterr().err
 
 
 async def test_whose_service_is_gone(tmp_path: Path) -> None:

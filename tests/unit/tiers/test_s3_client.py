@@ -1,4 +1,4 @@
-"""Many objects removed at once: how many requests, names that S3 keeps, endpoints that know no such request."""
+"""The S3 client: many objects removed at once, and dates in answers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from botocore.utils import parse_timestamp
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.meters import Meters
-from kvstore.tiers.s3.client import S3Client
+from kvstore.tiers.s3.client import S3Client, _timestamp
 from kvstore.tiers.s3.pacing import Pace
 
 NAMES = [f"v1/{number}" for number in range(2500)]
@@ -88,3 +89,19 @@ async def test_a_passing_failure_is_no_refusal(code: str) -> None:
     bucket.refuses = ""
     await bucket.delete_all(NAMES[:10])
     assert bucket.lengths == [10] * 4 and bucket.num_single == 0
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    ["2026-11-22T13:00:01.250Z", "2026-11-22T13:00:01Z", "2026-11-22T13:00:01+00:00", "1795352401", 1795352401,
+     "Sun, 22 Nov 2026 13:00:01 GMT"],
+)  # fmt: skip
+def test_a_date_is_what_botocore_reads(spelled: str | int) -> None:
+    """A listing's, one with a zone, seconds since 1970 as text and as a number, and a header's."""
+    assert _timestamp(spelled) == parse_timestamp(spelled)
+
+
+def test_what_is_no_date_is_refused() -> None:
+    """As botocore does, though it ends as a listing's date does."""
+    with pytest.raises(ValueError, match="Invalid timestamp"):
+        _timestamp("no dateZ")
