@@ -26,11 +26,11 @@ def soon() -> Deadline:
     return Deadline.after(60.0)
 
 
-def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
-    return orders_in(FileTextStore(folder, OPERATOR_RULES), quotas or {})
+def rules_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
+    return rules_in(FileTextStore(folder, OPERATOR_RULES), quotas or {})
 
 
-def orders_in(book: FileTextStore, quotas: Mapping[str, Quota]) -> OperatorRules:
+def rules_in(book: FileTextStore, quotas: Mapping[str, Quota]) -> OperatorRules:
     return OperatorRules(book, quotas, Instruments())
 
 
@@ -40,7 +40,7 @@ def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
 
 async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None:
     """Whoever shares the book follows; other weights and other tenants are left alone; it can be taken back."""
-    told, other = orders_of(tmp_path), orders_of(tmp_path)
+    told, other = rules_of(tmp_path), rules_of(tmp_path)
     old, new, blue = described("old"), described("new"), described("old", "blue")
     for one in (old, new, blue):
         other.know(one)
@@ -61,19 +61,19 @@ async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
     """A tenant's quota is the ordered one until that is withdrawn; too large guarantees are refused, and what nobody
     here can hold is refused too.
     """
-    orders = orders_of(tmp_path, {"red": Quota(100, 200), "blue": Quota(0, 50)})
+    rules = rules_of(tmp_path, {"red": Quota(100, 200), "blue": Quota(0, 50)})
     with pytest.raises(InvalidRequest, match="applies no quotas"):
-        await orders.set_quota("red", Quota(1, 2), deadline=soon())
+        await rules.set_quota("red", Quota(1, 2), deadline=soon())
     held: list[Mapping[str, Quota]] = []
-    orders.apply_to(held.append, 1000)
-    await orders.set_quota("red", Quota(300, 400), deadline=soon())
-    await orders.set_quota("green", Quota(700), deadline=soon())
+    rules.apply_to(held.append, 1000)
+    await rules.set_quota("red", Quota(300, 400), deadline=soon())
+    await rules.set_quota("green", Quota(700), deadline=soon())
     with pytest.raises(InvalidRequest, match="three quarters"):
-        await orders.set_quota("blue", Quota(1), deadline=soon())
-    await orders.set_quota("red", None, deadline=soon())
+        await rules.set_quota("blue", Quota(1), deadline=soon())
+    await rules.set_quota("red", None, deadline=soon())
     assert [one.get("red") for one in held] == [Quota(100, 200), Quota(300, 400), Quota(300, 400), Quota(100, 200)]
     assert held[-1] == {"red": Quota(100, 200), "blue": Quota(0, 50), "green": Quota(700)}
-    assert dict(orders.ordered) == {"green": Quota(700)}
+    assert dict(rules.ordered) == {"green": Quota(700)}
 
 
 async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
@@ -81,22 +81,22 @@ async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
     nothing.
     """
     path = tmp_path / "orders.json"
-    orders = orders_of(tmp_path)
-    orders.know(described("old"))
-    await orders.retire(None, "old", is_retired=True, deadline=soon())
+    rules = rules_of(tmp_path)
+    rules.know(described("old"))
+    await rules.retire(None, "old", is_retired=True, deadline=soon())
     path.unlink()
-    await orders.read(soon())
-    fresh = orders_of(tmp_path)
+    await rules.read(soon())
+    fresh = rules_of(tmp_path)
     await fresh.read(soon())
     assert fresh.are_retired("red", "old")
     path.write_text("[")
     with pytest.raises(Unavailable):
-        await orders.read(soon())
-    assert orders.is_retired(described("old").id)
+        await rules.read(soon())
+    assert rules.is_retired(described("old").id)
     later = '["later kind", "x"]'
     path.write_text(f'{{"{later.replace(chr(34), chr(92) + chr(34))}": "?"}}')
-    await orders.read(soon())
-    assert orders.is_retired(described("old").id)
+    await rules.read(soon())
+    assert rules.is_retired(described("old").id)
 
 
 async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
     monkeypatch.setattr(FileTextStore, "is_shared", True)
     path = tmp_path / "orders.json"
     book = FileTextStore(tmp_path, OPERATOR_RULES)
-    told, other = orders_in(book, {}), orders_in(book, {})
+    told, other = rules_in(book, {}), rules_in(book, {})
     await told.start()
     await told.retire("red", "old", is_retired=True, deadline=soon())
     path.unlink()

@@ -159,24 +159,24 @@ async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: Ret
     """All is pinned: a put that does not fit is refused at once instead of waiting; after the pin's end it is taken."""
     path = await world.save("a", 3)
     await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
-    room = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
-    retention = world.retention(budget_gate=room, budget_bytes=3 * BOUNDARY_BYTES)
+    gate = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(budget_gate=gate, budget_bytes=3 * BOUNDARY_BYTES)
     key = RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0)
     assert await retention.round() == 0
-    assert not await room.take(key, RECORD_BYTES, Deadline.after(60.0))
+    assert not await gate.take(key, RECORD_BYTES, Deadline.after(60.0))
     world.clock.now_s += 101
     assert await retention.round() > 0
-    assert await room.take(key, RECORD_BYTES, Deadline.after(60.0))
+    assert await gate.take(key, RECORD_BYTES, Deadline.after(60.0))
 
 
 async def test_a_room_is_not_stuck_while_something_is_written(world: RetainedTier) -> None:
     """Nothing can leave now, but what is being written may make something free: whoever waits goes on waiting."""
     path = await world.save("a", 3)
     await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
-    room = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
-    retention = world.retention(budget_gate=room, budget_bytes=3 * BOUNDARY_BYTES)
-    room.settle(3 * BOUNDARY_BYTES)
-    waiting = asyncio.ensure_future(room.take(RecordKey(OTHER, path[0], 0, 0), RECORD_BYTES, Deadline.after(60.0)))
+    gate = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(budget_gate=gate, budget_bytes=3 * BOUNDARY_BYTES)
+    gate.settle(3 * BOUNDARY_BYTES)
+    waiting = asyncio.ensure_future(gate.take(RecordKey(OTHER, path[0], 0, 0), RECORD_BYTES, Deadline.after(60.0)))
     await asyncio.sleep(0)
     assert await retention.round() == 0
     await asyncio.sleep(0)
@@ -192,32 +192,32 @@ async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: Re
     """
     recorder = Recorder(world.catalog, Instruments(meters=world.meters, clock=world.clock))
     recorder.register(NAMESPACE, LAYOUT, "")
-    room = BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
-    room.settle(0)
+    gate = BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
+    gate.settle(0)
     record = make_record(RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0))
     await world.tier.put(record, deadline=world.deadline)
-    tier = CataloguedTier(world.tier, Level.COLD, recorder, room)
+    tier = CataloguedTier(world.tier, Level.COLD, recorder, gate)
     assert await tier.put(record, deadline=world.deadline) is PutOutcome.EXISTS
-    assert (room.used_bytes, await world.used_bytes()) == (RECORD_BYTES, RECORD_BYTES)
+    assert (gate.used_bytes, await world.used_bytes()) == (RECORD_BYTES, RECORD_BYTES)
     await recorder.aclose()
 
 
 async def test_room_is_free_once_the_totals_tell_of_it(world: RetainedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for room writes only when what has left is off the books, which would be over the budget otherwise."""
     await world.save("a", 6)
-    room = BudgetGate(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
-    retention = world.retention(budget_gate=room, budget_bytes=5 * BOUNDARY_BYTES)
+    gate = BudgetGate(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
+    retention = world.retention(budget_gate=gate, budget_bytes=5 * BOUNDARY_BYTES)
     real, told = world.catalog.finish_leaving, 0
 
     async def finish(gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline) -> int:
         nonlocal told
-        assert room.used_bytes == 6 * BOUNDARY_BYTES - told
+        assert gate.used_bytes == 6 * BOUNDARY_BYTES - told
         told += await real(gone, level, deadline=deadline)
         return told
 
     monkeypatch.setattr(world.catalog, "finish_leaving", finish)
     assert await retention.round() >= 2 * BOUNDARY_BYTES
-    assert room.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
+    assert gate.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
 
 
 async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
