@@ -1,5 +1,5 @@
-"""`Saves` against a model of vLLM's block pool and of ranks: host memory, pins and jobs always add
-up, and the blocks of a job hold what its name says."""
+"""`Saves` against a model of vLLM's block pool and of ranks: host memory, pins and jobs always add up, and the
+blocks of a job hold what its name says."""
 
 from __future__ import annotations
 
