@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
 
-from kvstore.testing.servers.chromium import chromium_program
+from kvstore.testing.servers.install import chromium_program
 from tests.architecture.sources import ROOT
 
 SCREENSHOTS = ROOT / ".work" / "screenshots"
