@@ -105,7 +105,7 @@ async def _measure(num_entries: int, repetitions: int) -> list[Row]:
 
 
 async def _fill(client: Redis, catalog: RedisCatalog, num_prompts: int) -> Row:
-    """Entries of so many prompts; what they cost of Redis."""
+    """Write the entries of `num_prompts` prompts; returns the bytes of Redis that one takes."""
     empty_bytes = (await client.info("memory"))["used_memory"]
     for number in range(_REALLY_ADDED):
         for boundary in _prompt(number, 1).boundaries:

@@ -12,9 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arguments import counts, names_of
-from benchmarks.report import Column
-from benchmarks.shell import run_rows
+from benchmarks.program import Column, counts, names_of, run_rows
 from kvstore.catalog.base import Addition, BoundaryEntry, entry_of
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import SoleOwnership

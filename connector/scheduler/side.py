@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from connector.bridge import Bridge
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
-from connector.jobs import AuditJobs, LoadJob, RankReport, StepJobs
+from connector.jobs import LoadJob, RankReport, StepJobs
 from connector.losses import LossReason, LossReporter
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.audits import Audits
@@ -103,10 +103,8 @@ class SchedulerSide:
         self._watchdog = Watchdog(self.save_jobs, clock)
         # vLLM offers a state in the step that writes it, and frees a window's blocks after a few steps
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
-        self._audits: Audits | None = None
-        if settings.audit_rate > 0 or facts.untested_release is not None:
-            self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
-            self.hits.audits = self._audits
+        self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
+        self.hits.audits = self._audits
         if settings.saves:
             budget = format_bytes(self.budget.pinned_bytes)
             _log.info("kvstore: pinned_bytes is %s for each rank: %s", budget, self.budget.reason)
@@ -241,11 +239,10 @@ class SchedulerSide:
             _log.exception("kvstore: a load could not be planned; the request is computed instead")
             pieces = None
         assert staged.lease is not None
-        audited = self._audits is not None and self._audits.on_load(state.request_id, staged, resume_tokens)
         for index, group in enumerate(self._shape.groups):
             if group.is_state:
                 state.note_stored(resume_tokens, index)
-        return LoadJob(state.request_id, staged.lease, pieces, audited, state.trace)
+        return LoadJob(state.request_id, staged.lease, pieces, self._audits.is_read_back(staged), state.trace)
 
     def on_loads_finished(self, finished: set[str], failed: set[str]) -> None:
         """Note the ranks' reports of loads. A failed load is never tried again."""
@@ -257,8 +254,6 @@ class SchedulerSide:
                 continue
             # vLLM discards what was loaded for a request that has ended
             is_lost = request_id in failed or ended is not None
-            if self._audits is not None and (is_lost or state.load_failed):  # the latter after a change of weights
-                self._audits.on_load_lost(request_id)
             self.hits.on_loaded(state, failed=is_lost)
             if request_id in failed:
                 state.no_more_hits = state.load_failed = True
@@ -273,8 +268,7 @@ class SchedulerSide:
             tables: Its blocks, for each of vLLM's groups.
         """
         state = self.requests.pop(request_id, None)
-        if self._audits is not None:
-            self._audits.on_finished(request_id)
+        self._audits.on_finished(request_id)
         if state is None:
             return
         try:
@@ -310,24 +304,14 @@ class SchedulerSide:
                 self.meters.add("connector_saves", outcome="not_hashed")  # vLLM does not offer this state again
         saves = self.saves.plan_step(running)
         try:
-            audit = self._plan_audit(step)
+            audits = self._audits.plan_step(step)
         except BaseException:
+            self._audits.stop()
             self.save_jobs.withdraw(saves)
             raise
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
-        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audit=audit)
-
-    def _plan_audit(self, step: StepFacts) -> AuditJobs:
-        if self._audits is None:
-            return AuditJobs()
-        try:
-            return self._audits.plan_step(
-                step.computed_tokens, step.final_tokens, step.tables, step.offers, step.preempted
-            )
-        except BaseException:
-            self._audits = self.hits.audits = None  # else no step would load again; its leases end by themselves
-            raise
+        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audits=audits)
 
     def wait_in_empty_step(self) -> None:
         """In a step that computes nothing while requests wait for answers, sleep until one comes, for at most 5 ms.
@@ -375,15 +359,14 @@ class SchedulerSide:
         Not only while blocks are pinned for saves: without a step vLLM's worker processes spin in Python for a second,
         and keep the interpreter and the core from the threads that save. In an empty step they wait for these instead.
         """
-        return len(self.save_jobs) > 0 or (self._audits is not None and self._audits.has_open)
+        return len(self.save_jobs) > 0 or self._audits.has_open_jobs
 
     def on_rank_report(self, report: RankReport) -> None:
         """Note the ranks' reports of saves and audits."""
         self.save_jobs.on_rank_report(report)
-        if self._audits is not None:
-            self._audits.on_rank_report(report)
-            if self._audits.refusal is not None:
-                self.namespace.refuse(self._audits.refusal)
+        self._audits.on_rank_report(report)
+        if self._audits.refusal is not None:
+            self.namespace.refuse(self._audits.refusal)
 
     # ---- the engine
 
@@ -400,8 +383,7 @@ class SchedulerSide:
         for state in self.requests.values():  # their pages may mix two sets of weights
             self.hits.drop_fetch(state)
             state.no_more_hits = state.load_failed = state.save_stopped = True
-            if self._audits is not None:  # pages computed now cannot equal the stored ones
-                self._audits.on_finished(state.request_id)
+            self._audits.on_finished(state.request_id)  # pages computed now cannot equal the stored ones
         self._loads = [replace(job, pieces=None) for job in self._loads]
         self.namespace.reset(is_empty=is_empty)
 

@@ -217,10 +217,10 @@ def test_a_killed_reindex_goes_on(
     assert all(lines[0].startswith(f"store: hot {hot}, cold {settings.cold}") for lines in told)
     assert [lines[1:] for lines in told] == [
         [],
-        [f"{hot}: continues after 100 records of an interrupted run"],
+        [f"{hot}: continues an interrupted run of 100 records"],
         [
             f"{hot}: done already, by an interrupted run",
-            f"{settings.cold}: continues after 100 records of an interrupted run",
+            f"{settings.cold}: continues an interrupted run of 100 records",
         ],
     ]
     report = json.loads(printed.out)[str(settings.cold)]

@@ -1,4 +1,4 @@
-"""A service of the simulated world: the real store over simulated servers, wired as `kvstore.compose` does it."""
+"""A service of the simulated cluster: the real store over simulated servers, wired as `kvstore.compose` does it."""
 
 from __future__ import annotations
 
@@ -105,17 +105,17 @@ class Service:
         await self.process.spawn(self._open())
 
     async def _open(self) -> None:
-        world, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
+        deployment, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
         # no arena: its memory is warmed by a thread, and records this small never stand in it
         self.memory = MemoryTier(self.sizes.memory_bytes)
         stack.push_async_callback(self.memory.aclose)
-        hot = self._guarded(SimulatedTier("redis", world.hot, self.to_redis, clock, world.oracle.suspect))
-        cold = self._guarded(SimulatedTier("s3", world.cold, self.to_s3, clock, world.oracle.suspect))
+        hot = self._guarded(SimulatedTier("redis", deployment.hot, self.to_redis, clock, deployment.oracle.suspect))
+        cold = self._guarded(SimulatedTier("s3", deployment.cold, self.to_s3, clock, deployment.oracle.suspect))
         # entries, like the catalog, stand in the same Redis as the records
         pending = DictPendingLog(
-            world.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
+            deployment.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
         )
-        catalog = SimulatedRedisCatalog(world.books, clock=clock, ask=self.to_redis)
+        catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=self.to_redis)
         self.recorder = Recorder(catalog, meters, clock)
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")

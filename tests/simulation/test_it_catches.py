@@ -19,8 +19,8 @@ from kvstore.store.saving import Saver
 from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back import WriteBack
 from tests.simulation import tiers
+from tests.simulation.cluster import simulate
 from tests.simulation.oracle import Violation
-from tests.simulation.world import simulate
 
 _SEEDS_MAX = 12
 

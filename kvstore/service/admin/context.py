@@ -13,7 +13,7 @@ from fastapi import Depends, Query, Request
 
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.clock import Clock
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
@@ -55,11 +55,6 @@ class AdminContext:
     followers: Counter[str] = field(default_factory=Counter)
 
     @property
-    def clock(self) -> Clock:
-        """For deadlines and expiry."""
-        return self.data_loop.clock
-
-    @property
     def operations(self) -> StoreOperations:
         """What the store does for operators. Its coroutines run on the data loop."""
         return self.service.store.operations
@@ -90,7 +85,7 @@ class AdminContext:
 
     def now_s(self) -> int:
         """Seconds since the Unix epoch."""
-        return self.clock.wall_ms() // 1000
+        return SYSTEM_CLOCK.wall_ms() // 1000
 
     def is_retired(self, namespace: Namespace) -> bool:
         """Whether nothing of a namespace is served, because its weights are retired."""

@@ -1,4 +1,4 @@
-"""Many requests at once in an in-process engine: so many in flight, aborts at chosen moments, a census of leaks.
+"""Many requests at once in an in-process engine: a fixed number in flight, aborts at chosen moments, a census of leaks.
 
 The engine is stepped here, so that a moment is a step and a request's state can be read between steps.
 """
@@ -25,8 +25,8 @@ def run_traffic(
         llm: vLLM's, with the engine core in this process.
         requests: As JSON of `TrafficRequest`.
         in_flight: Requests that are handed over and not answered.
-        resets: Before these steps the engine is told to forget its own cache, and to take their blocks from the
-            requests that run. vLLM refuses the former while a block is loaded to or saved from, and does the latter.
+        resets: Before these steps the engine is asked to drop its own cache and to take the blocks of running requests.
+            vLLM does the second, and refuses the first while a block is loaded to or saved from.
         stop_after_aborts: Return at once when the last request was handed over and the last abort is done; what still
             runs is left in the engine.
 

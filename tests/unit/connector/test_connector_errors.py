@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.jobs import AuditJob, AuditJobs, LoadPiece, StepJobs
+from connector.jobs import AuditJob, LoadPiece, StepJobs
 from connector.scheduler.facts import StepFacts
 from connector.vllm.connector import KVStoreConnector
-from connector.worker.staging import RecordMemory
-from tests.unit.connector.rank_world import SOURCE, Make, Rank
+from connector.worker.memory import RecordMemory
+from tests.unit.connector.rank_harness import SOURCE, Make, Rank
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import eventually
 
@@ -61,13 +61,28 @@ def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytes
         at.hashed("a")
         at.side.on_finished("a", 64, [range(1, 5)])
         assert pinned == [1, 2, 3, 4]
-        assert at.side._audits is not None
-        monkeypatch.setattr(at.side._audits, "plan_step", raising)
+        at.keep("r", 170)
+        at.new("r", 170)
+        assert at.ask("r") == 0
+        monkeypatch.setattr(at.side._audits, "_pieces", raising)
         with pytest.raises(ZeroDivisionError):
-            at.step()
-        (job,) = at.step().saves
+            at.step({"r": 70})
+        (job,) = [job for job in at.step({"r": 70}).saves if job.request_id == "a"]
         at.ranks_done(job.job_id)
         assert not pinned and not at.side.has_pending_saves
+
+
+def test_an_error_of_the_audit_ends_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of an untested release whose pages were not compared yet: nothing is loaded from then on."""
+    with harness(tmp_path, facts={"untested_release": "0.34.0"}) as at:
+        at.keep("a", 70)
+        at.new("a", 70)
+        assert at.ask("a") == 0
+        monkeypatch.setattr(at.side._audits, "_pieces", raising)
+        with pytest.raises(ZeroDivisionError):
+            at.step({"a": 70})
+        at.new("b", 70, "a")
+        assert at.ask("b") == 0
 
 
 @pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
@@ -122,12 +137,12 @@ def test_a_reset_that_fails_says_so() -> None:
 
 
 def loaded(rank: Make) -> Rank:
-    """A rank whose audited load has ended and is not told yet."""
+    """A rank whose load has ended and is to be read back."""
     source = rank()
     source.save()
     engine = rank(seed=2, audit_rate=1.0)
     jobs = engine.load_job(engine.stage())
-    engine.side.start_loads(replace(jobs, loads=tuple(replace(job, audited=True) for job in jobs.loads)))
+    engine.side.start_loads(replace(jobs, loads=tuple(replace(job, read_back=True) for job in jobs.loads)))
     loader = engine.side.loader
     assert loader is not None
     eventually(lambda: loader._to_read_back)
@@ -148,7 +163,7 @@ def test_a_load_that_cannot_be_read_back_is_reported(rank: Make, monkeypatch: py
 def test_a_comparison_that_dies_is_counted_and_told(
     rank: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing was compared: the load is as good as one that was not audited, and the log has the traceback."""
+    """Nothing was compared: the load counts as one that is not read back, and the log has the traceback."""
     engine = loaded(rank)
     monkeypatch.setattr(engine.side.auditor, "_is_equal", raising)
     with caplog.at_level(logging.ERROR, logger="vllm.kvstore"):
@@ -165,13 +180,11 @@ def test_an_audit_that_dies_loses_no_report(rank: Make, monkeypatch: pytest.Monk
     staged = engine.stage()
     assert staged.lease is not None
     piece = LoadPiece(staged.keys[0], 4, 0, (SOURCE[:4],))
-    records = tuple(AuditJob(number, staged.lease, (piece,)) for number in range(3))
-    audit = AuditJobs(records, read_backs=("r",))
+    audits = tuple(AuditJob(number, staged.lease, (piece,)) for number in range(3))
     monkeypatch.setattr(engine.side.auditor, "_gather", raising)
     assert engine.side.auditor is not None and engine.side.saver is not None
-    engine.side.auditor._placed["r"] = [SimpleNamespace(piece=piece)]  # type: ignore[list-item]
     with pytest.raises(ZeroDivisionError):
-        engine.side.save(replace(engine.jobs(first_id=20), audit=audit))
+        engine.side.save(replace(engine.jobs(first_id=20), audits=audits))
     assert engine.side.saver.drain(10)
     report = engine.side.take_report()
     assert report is not None

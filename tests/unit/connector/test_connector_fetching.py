@@ -123,7 +123,7 @@ def test_a_closed_store(at: SchedulerHarness) -> None:
     at.bridge.run(lambda store: store.release(job.lease))  # type: ignore[arg-type]
 
 
-class LeaseWorld:
+class LookupsHarness:
     """`Hits` alone, on a clock that the test moves."""
 
     def __init__(self, at: SchedulerHarness) -> None:
@@ -156,7 +156,7 @@ class LeaseWorld:
 def test_lease_is_renewed_by_asking(at: SchedulerHarness) -> None:
     """Each question after a third of the lease's time renews it, once; sooner ones do not."""
     at.keep("a", 170)
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.staged()
     for after_s, renewals in ((9.0, 0), (2.0, 1), (9.0, 1), (2.0, 2), (0.0, 2), (29.0, 3)):
         leases.clock.now_s += after_s
@@ -177,7 +177,7 @@ def test_admission_renews_the_lease(at: SchedulerHarness) -> None:
 def test_lease_of_a_forgotten_hit(at: SchedulerHarness) -> None:
     """Not asked for longer than the lease lasts: it is staged again, never promised on a lease that has ended."""
     at.keep("a", 170)
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.staged()
     leases.clock.now_s += 30.0
     assert leases.hit() is None
@@ -191,7 +191,7 @@ def test_lookup_timeout_counts_from_the_first_question(at: SchedulerHarness) -> 
     """With 5 s to wait, 4.9 s since vLLM's first question are fine, 5.1 s are not."""
     at.keep("a", 170)
     at.store.held.add("lookup")
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.hits.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     leases.clock.now_s += 50
     assert leases.hit() is None
@@ -207,7 +207,7 @@ def test_stage_has_a_ceiling(at: SchedulerHarness) -> None:
     """A stage call that does not even keep its own deadline is given up, and leaves no lease when it ends."""
     at.keep("a", 170)
     at.store.held.add("stage")
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     eventually(lambda: leases.hit() is None and leases.state.fetch is not None)
     leases.clock.now_s += 2.4
     assert leases.hit() is None
@@ -221,7 +221,7 @@ def test_stage_has_a_ceiling(at: SchedulerHarness) -> None:
 def test_steps_longer_than_an_answer_is_fresh(at: SchedulerHarness) -> None:
     """An engine whose steps take seconds asks that rarely: a question put when it asked is answered the next time."""
     at.keep("a", 170)
-    leases = LeaseWorld(at)
+    leases = LookupsHarness(at)
     leases.hits.lookups.start(leases.state, leases.namespace)  # type: ignore[arg-type]
     for _ in range(4):
         eventually(lambda: leases.state.lookup is not None and leases.state.lookup.done())

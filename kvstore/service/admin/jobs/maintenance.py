@@ -15,6 +15,7 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import parse_name
 from kvstore.model.keys import NamespaceId
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.access import OperatorAdministrator
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.jobs.board import Jobs
@@ -191,7 +192,7 @@ async def _reindex(context: AdminContext, level: Level, job: Job, *, is_last: bo
 
     catalog = await context.catalog.open()
     async with context.catalog.tier(level) as tier:
-        report(await reindex_level(catalog, tier, level, clock=context.clock, tell=report))
+        report(await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, tell=report))
     if is_last:
         await catalog.set_complete(True, deadline=context.soon())
     context.catalog.forget_totals()

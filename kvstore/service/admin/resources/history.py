@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
@@ -101,7 +102,7 @@ async def show_history(
     step_s = hours * 3600 // _STEPS
     is_all = grant.tenant is None
     samples = context.service.history.samples() if is_all else await _samples_of(context, grant)
-    window = window_of(samples, now_ms=context.clock.wall_ms(), num_steps=_STEPS, step_s=max(step_s, STEP_S))
+    window = window_of(samples, now_ms=SYSTEM_CLOCK.wall_ms(), num_steps=_STEPS, step_s=max(step_s, STEP_S))
     results, reasons, nothing = _sums(window, _RESULT), _sums(window, _REASON), window.of("")
     return HistoryFound(
         of="service" if is_all else "tenant",

@@ -1,4 +1,4 @@
-"""Engines that start from a process which has imported vLLM already, for suites of many engines."""
+"""Engines that are forked from a process which has imported vLLM already, for suites of many engines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["ORDER_BYTES_MAX", "WarmChild", "start_warm", "warm_starts"]
+__all__ = ["ORDER_BYTES_MAX", "ForkedEngine", "start_warm", "warm_starts"]
 
 ORDER_BYTES_MAX = 128 << 10
 _READY_S = 180.0
-_NURSERIES_MAX = 3
+_SERVERS_MAX = 3
 """Each takes some 600 MiB."""
 
 _LATE = ("AWS_", "KVSTORE_", "XDG_", "VLLM_CPU_", "VLLM_ENABLE_V1_MULTIPROCESSING")
 """Names of environment variables that nothing reads while vLLM is imported, so that engines may differ in them."""
 
 
-class WarmChild:
+class ForkedEngine:
     """An engine's process, as `subprocess.Popen` shows one.
 
     Attributes:
@@ -56,19 +56,19 @@ class WarmChild:
     def _await(self, timeout_s: float | None) -> int | None:
         if not select.select([self._report], [], [], timeout_s)[0]:
             return None
-        # nothing: the nursery was killed, and what it had forked with it
+        # empty: the fork server was killed, and its engines with it
         self._status = int(os.read(self._report, 32) or b"-9")
         os.close(self._report)
         return self._status
 
 
-class _Nursery:
+class _ForkServer:
     """Our side of one; the log of the engine that it was made for has what it says when it cannot start."""
 
     def __init__(self, environment: Mapping[str, str], output: int) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_READY_S)
-        command = [sys.executable, "-m", "kvstore.testing.engine.nursery", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "kvstore.testing.engine.fork_server", str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._child = subprocess.Popen(
                 command,
@@ -79,13 +79,13 @@ class _Nursery:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._engines: list[WarmChild] = []
+        self._engines: list[ForkedEngine] = []
 
     @property
     def is_idle(self) -> bool:
         return all(engine.poll() is not None for engine in self._engines)
 
-    def fork(self, spec: Mapping[str, Any], environment: Mapping[str, str], output: int, answers: int) -> WarmChild:
+    def fork(self, spec: Mapping[str, Any], environment: Mapping[str, str], output: int, answers: int) -> ForkedEngine:
         order = json.dumps({"spec": spec, "environment": environment}).encode()
         assert len(order) <= ORDER_BYTES_MAX, f"an engine's environment is too large: {len(order)} bytes"
         stdin_read, stdin_write = os.pipe()
@@ -104,7 +104,7 @@ class _Nursery:
         finally:
             os.close(stdin_read)
             os.close(report_write)
-        engine = WarmChild(int(answer), stdin_write, report_read)
+        engine = ForkedEngine(int(answer), stdin_write, report_read)
         self._engines = [*(other for other in self._engines if other.poll() is None), engine]
         return engine
 
@@ -114,35 +114,35 @@ class _Nursery:
         self._child.wait()
 
 
-class _Nurseries:
+class _ForkServers:
     """One for each environment, the idle ones ended when there are too many."""
 
     def __init__(self) -> None:
-        self._by_environment: dict[frozenset[tuple[str, str]], _Nursery] = {}
+        self._by_environment: dict[frozenset[tuple[str, str]], _ForkServer] = {}
         self._lock = threading.Lock()
 
-    def fork(self, spec: Mapping[str, Any], environment: Mapping[str, str], output: int, answers: int) -> WarmChild:
+    def fork(self, spec: Mapping[str, Any], environment: Mapping[str, str], output: int, answers: int) -> ForkedEngine:
         early = {name: value for name, value in environment.items() if not name.startswith(_LATE)}
         early.pop("PYTEST_CURRENT_TEST", None)
         key = frozenset(early.items())
         with self._lock:
-            nursery = self._by_environment.pop(key, None) or _Nursery(early, output)
-            self._by_environment[key] = nursery  # the last that was used stands last
-            idle = [key for key, other in self._by_environment.items() if other is not nursery and other.is_idle]
-            for key in idle[: max(0, len(self._by_environment) - _NURSERIES_MAX)]:
+            server = self._by_environment.pop(key, None) or _ForkServer(early, output)
+            self._by_environment[key] = server  # the last that was used stands last
+            idle = [key for key, other in self._by_environment.items() if other is not server and other.is_idle]
+            for key in idle[: max(0, len(self._by_environment) - _SERVERS_MAX)]:
                 self._by_environment.pop(key).close()
             try:
-                return nursery.fork(spec, environment, output, answers)
+                return server.fork(spec, environment, output, answers)
             except OSError:  # it is of no further use: the next engine gets a new one
                 self._by_environment.pop(key).close()
                 raise
 
     def close(self) -> None:
-        for nursery in self._by_environment.values():
-            nursery.close()
+        for server in self._by_environment.values():
+            server.close()
 
 
-_nurseries: _Nurseries | None = None
+_fork_servers: _ForkServers | None = None
 
 
 @contextlib.contextmanager
@@ -151,16 +151,18 @@ def warm_starts() -> Iterator[None]:
 
     An engine is then as fresh as any, but for its imports: what they depend on (environment, hash seed) is as given.
     """
-    global _nurseries
-    _nurseries = nurseries = _Nurseries()
+    global _fork_servers
+    _fork_servers = servers = _ForkServers()
     try:
         yield
     finally:
-        _nurseries = None
-        nurseries.close()
+        _fork_servers = None
+        servers.close()
 
 
-def start_warm(spec: Mapping[str, Any], environment: Mapping[str, str], output: int, answers: int) -> WarmChild | None:
+def start_warm(
+    spec: Mapping[str, Any], environment: Mapping[str, str], output: int, answers: int
+) -> ForkedEngine | None:
     """Fork an engine; `None` outside of `warm_starts`.
 
     Args:
@@ -170,6 +172,6 @@ def start_warm(spec: Mapping[str, Any], environment: Mapping[str, str], output: 
         answers: Descriptor for what it says to us. Both stay open here.
 
     Raises:
-        OSError: No nursery could be had.
+        OSError: The fork server could not be started.
     """
-    return None if _nurseries is None else _nurseries.fork(spec, environment, output, answers)
+    return None if _fork_servers is None else _fork_servers.fork(spec, environment, output, answers)

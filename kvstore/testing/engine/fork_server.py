@@ -1,4 +1,4 @@
-"""`python -m kvstore.testing.engine.nursery CONTROL_FD PARENT_PID`: has imported vLLM, and forks into engines.
+"""`python -m kvstore.testing.engine.fork_server CONTROL_FD PARENT_PID`: has imported vLLM, and forks into engines.
 
 The imports are most of an engine's start, some 9 s of one core, and the same each time. An order is one message on the
 control socket with an engine's environment and spec, and four descriptors: its stdin, its output, where it answers, and
@@ -20,8 +20,8 @@ import sys
 import threading
 from typing import Any, NoReturn
 
+from kvstore.testing.engine.forked import ORDER_BYTES_MAX
 from kvstore.testing.engine.main import serve, tie_to_parent
-from kvstore.testing.engine.warm import ORDER_BYTES_MAX
 
 _NUM_DESCRIPTORS = 4
 _MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
@@ -52,7 +52,7 @@ def main() -> None:
             if not message:
                 return
             *streams, report = descriptors
-            nursery, pid = os.getpid(), os.fork()
+            parent, pid = os.getpid(), os.fork()
             if pid == 0:
                 break
             for stream in streams:
@@ -63,7 +63,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in (woken, waking, report, *reports.values()):
         os.close(descriptor)
-    _be_engine(nursery, json.loads(message), *streams)
+    _be_engine(parent, json.loads(message), *streams)
 
 
 def _report_ended(reports: dict[int, int]) -> None:
@@ -115,7 +115,7 @@ def _begin_worker() -> None:
 
 def _end() -> NoReturn:
     """What the interpreter does at its end, but for taking every module apart: that is seconds of copying pages which
-    are shared with the nursery."""
+    are shared with the fork server."""
     threading._shutdown()  # type: ignore[attr-defined]  # the one way to end the threads of executors as well
     atexit._run_exitfuncs()
     sys.stdout.flush()

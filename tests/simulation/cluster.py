@@ -1,4 +1,4 @@
-"""A world from one seed: services that share a Redis and an S3, engines that use them, and everything that fails."""
+"""A cluster from one seed: services that share a Redis and an S3, engines that use them, and everything that fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outcome:
     num_kills: int
 
 
-class World:
+class SimulatedCluster:
     """See above; made and run by `simulate`.
 
     Attributes:
@@ -200,26 +200,26 @@ class _Complaints(logging.Handler):
 
 
 def simulate(seed: int, store_class: type[TieredStore] = TieredStore) -> Outcome:
-    """Run one world to its end.
+    """Run one cluster to its end.
 
     Raises:
         Violation: An invariant did not hold; the message ends with the trace.
     """
     loop = VirtualLoop()
-    world = World(seed, loop, store_class)
-    complaints = _Complaints(world.oracle)
+    cluster = SimulatedCluster(seed, loop, store_class)
+    complaints = _Complaints(cluster.oracle)
     level = _LOG.level
     _LOG.addHandler(complaints)
     _LOG.setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             try:
-                outcome = runner.run(world.live())
-                world.oracle.check()
+                outcome = runner.run(cluster.live())
+                cluster.oracle.check()
             except Deadlock as error:
-                raise Violation(f"{error}\n{world.trace.readable()}") from error
+                raise Violation(f"{error}\n{cluster.trace.readable()}") from error
             finally:
-                world.end()
+                cluster.end()
             return outcome
     finally:
         _LOG.setLevel(level)

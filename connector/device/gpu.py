@@ -1,12 +1,12 @@
-"""Copies between a GPU's blocks and host pages that nobody on the engine's thread waits for.
+"""Copies between a GPU's blocks and host pages. The engine's thread only orders them and waits for none.
 
-Saving: the compute stream gathers blocks into a slot of the ring, so whatever the engine orders afterwards (zeroing,
+Saving: the compute stream gathers blocks into a slot of the ring, so that what the engine orders next (zeroing,
 copy-on-write, the next forward) may overwrite them. A side stream waits for the gather, splits the elements into byte
-planes and copies them to pinned memory; then the slot is free again.
+planes and copies them to pinned memory. Then the slot is free again.
 
-Loading: a codec thread borrows a lane. Its stream copies the page to the GPU and joins its planes at once, then waits
-for the fence that was recorded on the compute stream when the load's step began, since kernels ordered before it may
-still read the blocks, and writes the page's rows to them. Once its event is done the thread returns, and the load is
+Loading: a codec thread borrows a lane. Its stream copies the page to the GPU and joins its planes at once. Then it
+waits for the fence that was recorded on the compute stream when the load's step began, since kernels ordered before it
+may still read the blocks, and writes the page's rows. Once its event is done the thread returns, and the load is
 reported.
 
 Work on streams runs in inference mode: vLLM's caches are inference tensors, which may not be written outside of it.
@@ -25,18 +25,18 @@ from itertools import groupby
 import torch
 
 from connector.canonical.runs import BlockRun
-from connector.device.base import Fence, PageGather, Ticket, check_blocks
-from connector.device.kernels import (
-    Cargo,
+from connector.device.base import Fence, PageGather, RunsMemo, Ticket, check_blocks, storage_bytes
+from connector.device.rows import (
+    CacheGeometry,
+    RowIndexes,
+    RowPlan,
     gather_rows,
     join_planes,
-    pack_rows,
+    pack_indexes,
+    plan_rows,
     scatter_rows,
     split_planes,
-    storage_bytes,
 )
-from connector.device.memo import RunsMemo
-from connector.device.rows import CacheGeometry, RowPlan, plan_rows
 from connector.device.streams import Event, Stream, Streams
 from kvstore.errors import InternalError, InvalidRequest
 
@@ -56,15 +56,15 @@ class StreamDevice:
 
     Args:
         streams: The GPU.
-        ring_bytes: Room for pages that are gathered but not drained; as much as the host memory for saves, so that
-            whatever has a buffer there has room here.
+        ring_bytes: Room for pages that are gathered but not drained. As much as the host memory for saves, so that a
+            page with a host buffer has room here.
         page_bytes_max: Size of the largest page.
         num_lanes: Threads that load at a time.
         unit_bytes_min: A layout whose rows are smaller is refused: their indexes would take more than an eighth of a
             page's bytes on the GPU and on the way there, and copies of single rows are slow.
 
     Attributes:
-        device_bytes: What it has taken of the GPU's memory.
+        device_bytes: GPU memory that it has taken.
 
     Raises:
         InvalidRequest: The GPU has no room.
@@ -102,8 +102,8 @@ class StreamDevice:
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return self._streams.host_arena(num_bytes)
 
-    def cargo_memory(self, num_bytes: int) -> torch.Tensor:
-        """For a few integers on their way to the device; may be let go as soon as their copy is ordered."""
+    def index_memory(self, num_bytes: int) -> torch.Tensor:
+        """Host memory for a few integers on their way to the device; may be released once their copy is ordered."""
         return self._streams.host_memory(num_bytes)
 
     def fence(self) -> Fence:
@@ -167,7 +167,7 @@ class StreamCopier:
         self._device = device
         self._cache = storage_bytes(layers[0])
         if any(layer.untyped_storage().data_ptr() != self._cache.data_ptr() for layer in layers):
-            raise InvalidRequest("the layers of a group must stand in one allocation")
+            raise InvalidRequest("the layers of a group must be in one allocation")
         self._num_blocks = min(layer.shape[0] for layer in layers)
         geometry = CacheGeometry(
             starts=tuple(layer.storage_offset() * layer.element_size() for layer in layers),
@@ -184,7 +184,7 @@ class StreamCopier:
             if any(len(ids) != plans[0].num_blocks for ids in page.block_ids):
                 raise InternalError("every table must place the whole page", num_blocks=plans[0].num_blocks)
             if page.target.numel() > self._device.batch_bytes:
-                raise InternalError("a page is larger than the device was told", page_bytes=page.target.numel())
+                raise InternalError("a page is larger than page_bytes_max", page_bytes=page.target.numel())
         # pages whose plans differ only in the slice are adjacent: a page's slices, and pages of equal length
         tickets: list[Ticket | None] = []
         for _, alike in groupby(planned, key=lambda each: [plan.key for plan in each[1]]):
@@ -198,7 +198,7 @@ class StreamCopier:
         for start in range(0, len(planned), at_once):
             batch = planned[start : start + at_once]
             ticket = self._gather_batch(batch)
-            if ticket is None and len(batch) > 1:  # no room for a batch, but perhaps for a page
+            if ticket is None and len(batch) > 1:  # no room for a batch, but there may be for a page
                 tickets += [self._gather_batch([one]) for one in batch]
             else:
                 tickets += [ticket] * len(batch)
@@ -206,17 +206,17 @@ class StreamCopier:
 
     def _gather_batch(self, batch: Sequence[tuple[PageGather, tuple[RowPlan, ...]]]) -> Ticket | None:
         shapes = list(zip(*(plans for _, plans in batch), strict=True))  # for each shape of piece the pages' plans
-        cargos = [
-            pack_rows(
+        indexes = [
+            pack_indexes(
                 plans,
                 [page.block_ids for page, _ in batch],
                 is_alone=len(shapes) == 1,
-                allocate=self._device.cargo_memory,
+                allocate=self._device.index_memory,
             )
             for plans in shapes
         ]
         return self._device.gather(
-            partial(_gather, self._cache, cargos), [page.target for page, _ in batch], self.plane_width
+            partial(_gather, self._cache, indexes), [page.target for page, _ in batch], self.plane_width
         )
 
     def scatter(
@@ -233,18 +233,18 @@ class StreamCopier:
             raise InternalError("blocks to write must be in the page", first_block=first_block)
         if not block_ids[0]:
             return
-        cargos = [
-            pack_rows(
+        indexes = [
+            pack_indexes(
                 [plan],
                 [block_ids],
                 first_block=first_block,
                 is_alone=len(plans) == 1,
-                allocate=self._device.cargo_memory,
+                allocate=self._device.index_memory,
             )
             for plan in plans
         ]
         with self._device.lane() as lane:
-            lane.load(partial(_scatter, self._cache, cargos), source, self.plane_width, after)
+            lane.load(partial(_scatter, self._cache, indexes), source, self.plane_width, after)
 
 
 class _Lane:
@@ -259,10 +259,10 @@ class _Lane:
         """Copy a page here, and have `work` place it once `after` is done; returns when it is placed."""
         num_bytes = source.numel()
         if num_bytes > self._arrived.numel():
-            raise InternalError("a page is larger than the device was told", page_bytes=num_bytes)
+            raise InternalError("a page is larger than page_bytes_max", page_bytes=num_bytes)
         arrived, joined = self._arrived[:num_bytes], self._joined[:num_bytes]
-        self._stream.run(partial(_bring, source, arrived, joined, width))
-        self._stream.wait(after)  # only here: what the engine computes until then and the copy go side by side
+        self._stream.run(partial(_fetch, source, arrived, joined, width))
+        self._stream.wait(after)  # only here: the copy runs beside what the engine computes until then
         self._stream.run(partial(work, joined if width > 1 else arrived))
         self._stream.record().wait()
 
@@ -297,9 +297,9 @@ class Ring:
 
 
 @torch.inference_mode()
-def _gather(cache: torch.Tensor, cargos: Sequence[Cargo], slot: torch.Tensor) -> None:
-    for cargo in cargos:
-        gather_rows(cache, cargo, slot)
+def _gather(cache: torch.Tensor, indexes: Sequence[RowIndexes], slot: torch.Tensor) -> None:
+    for index in indexes:
+        gather_rows(cache, index, slot)
 
 
 @torch.inference_mode()
@@ -313,13 +313,13 @@ def _drain(slot: torch.Tensor, split: torch.Tensor, targets: Sequence[torch.Tens
 
 
 @torch.inference_mode()
-def _scatter(cache: torch.Tensor, cargos: Sequence[Cargo], page: torch.Tensor) -> None:
-    for cargo in cargos:
-        scatter_rows(cache, cargo, page)
+def _scatter(cache: torch.Tensor, indexes: Sequence[RowIndexes], page: torch.Tensor) -> None:
+    for index in indexes:
+        scatter_rows(cache, index, page)
 
 
 @torch.inference_mode()
-def _bring(source: torch.Tensor, arrived: torch.Tensor, joined: torch.Tensor, width: int) -> None:
+def _fetch(source: torch.Tensor, arrived: torch.Tensor, joined: torch.Tensor, width: int) -> None:
     arrived.copy_(source, non_blocking=True)
     if width > 1:
         join_planes(arrived, width, joined)

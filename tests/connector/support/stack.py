@@ -17,7 +17,7 @@ from kvstore.testing.servers.install import find_or_install
 from tests.connector.support.service import Service
 from tests.connector.support.traffic import OLD_TOKENS, Prompts
 
-__all__ = ["World", "can_mount", "open_world"]
+__all__ = ["Stack", "can_mount", "open_stack"]
 
 _BUCKET = "pages"
 _NUM_OLD = 5
@@ -38,7 +38,7 @@ def can_mount(folder: Path) -> bool:
     return subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
 
-class World:
+class Stack:
     """Everything that one row needs.
 
     Attributes:
@@ -159,23 +159,23 @@ class World:
 
 
 @contextmanager
-def open_world(checkpoint: Path, work: Path, folder: Path) -> Iterator[World]:
+def open_stack(checkpoint: Path, work: Path, folder: Path) -> Iterator[Stack]:
     """Start everything; end everything with the block.
 
     Args:
         checkpoint: The engine's model.
         work: Folder that engines share.
-        folder: For this world alone.
+        folder: For this stack alone.
     """
     with redis_server() as redis, ceph_rgw() as rgw, FaultyProxy(rgw.port) as proxy:
         rgw.create_bucket(_BUCKET)
-        world = World(folder, redis, rgw, proxy)
-        spec = EngineSpec(checkpoint=checkpoint, connector={"url": world.service.url}, multiprocess=True)
+        stack = Stack(folder, redis, rgw, proxy)
+        spec = EngineSpec(checkpoint=checkpoint, connector={"url": stack.service.url}, multiprocess=True)
         try:
-            world.service.start()
+            stack.service.start()
             with start_engine(spec, work=work, name="failures") as running:
-                world.prompts = Prompts(running, _NUM_OLD)
-                world.prompts.computing_s(1)  # the first request of an engine compiles
-                yield world
+                stack.prompts = Prompts(running, _NUM_OLD)
+                stack.prompts.computing_s(1)  # the first request of an engine compiles
+                yield stack
         finally:
-            world.service.kill()
+            stack.service.kill()

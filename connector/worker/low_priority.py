@@ -1,4 +1,4 @@
-"""Work for an engine's pages that leaves the processors to the engine while it can wait."""
+"""Encodes an engine's pages without taking processors from the engine, as long as they can wait."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvstore.api import Deadline
 from kvstore.codec import CodecPool
 from kvstore.errors import Unavailable
 
-__all__ = ["SpareTime"]
+__all__ = ["LowPriorityPool"]
 
 Result = TypeVar("Result")
 
 _NICENESS = 19
 
 
-class SpareTime:
-    """Runs jobs where no other thread wants a processor, and at normal priority if that takes too long.
+class LowPriorityPool:
+    """Runs a job at the lowest priority, and a second time at normal priority if that takes too long.
 
-    An engine that computes on all processors loses more to a thread beside it than the time that this thread takes: its
-    compute threads wait for each other at every kernel's end, so that one that was put aside holds up the rest. At the
-    lowest priority such a thread runs between kernels and between steps. It may then be put aside while it holds the
-    interpreter's lock; the thread that waits for the lock leaves it a processor.
+    An engine that computes on all processors loses more to a thread beside it than the time that this thread takes. Its
+    compute threads wait for each other at the end of every kernel, so that one descheduled thread delays the rest. At
+    the lowest priority a thread runs between kernels and between steps. If it is descheduled while it holds the
+    interpreter's lock, the thread that waits for the lock leaves it a processor.
 
-    Beside other busy processes such a thread may get next to no time at all, and a process may not raise a thread's
-    priority again. So what takes too long is done once more, by a thread of normal priority.
+    Beside other busy processes such a thread may get next to no time, and a process may not raise a thread's priority
+    again. So a job that takes too long is done once more, by a thread of normal priority.
 
     Args:
         num_threads: Threads of either priority.
@@ -34,10 +34,10 @@ class SpareTime:
     """
 
     def __init__(self, *, num_threads: int, limit_bytes: int) -> None:
-        self._spare = CodecPool(num_threads=num_threads, limit_bytes=limit_bytes, niceness=_NICENESS)
+        self._low = CodecPool(num_threads=num_threads, limit_bytes=limit_bytes, niceness=_NICENESS)
         self._normal = CodecPool(num_threads=num_threads, limit_bytes=limit_bytes)
-        self._patient: set[asyncio.Timeout] = set()
-        self._in_haste = False
+        self._waiting: set[asyncio.Timeout] = set()
+        self._hurries = False
 
     async def run(
         self,
@@ -53,9 +53,9 @@ class SpareTime:
         Args:
             num_bytes: What it counts in the budget.
             begin: Called here before each try; returns the job, with memory of its own for its result.
-            patience_s: After this long without a result the job is done again at normal priority.
+            patience_s: A job without a result after this long is done again at normal priority. 0: it begins there.
             deadline: Limits the wait for a thread, not the work.
-            release: Called once, when no thread reads the job's input any more; it may be after `run` has returned.
+            release: Called once, when no thread reads the job's input any more. That may be after `run` has returned.
 
         Raises:
             Unavailable: It could not start until the deadline.
@@ -78,36 +78,41 @@ class SpareTime:
             return trying
 
         try:
-            if patience_s > 0 and not self._in_haste:
-                spare = start(self._spare)
+            if patience_s > 0 and not self._hurries:
+                low = start(self._low)
                 try:
-                    return await self._patiently(spare, patience_s)
+                    return await self._wait(low, patience_s)
                 except (TimeoutError, Unavailable):
                     pass
                 finally:
-                    spare.cancel()  # it is done once its thread is, if that has begun
+                    low.cancel()  # if its thread has begun, it is done once that thread is
             return await start(self._normal)
         finally:
             ended()
 
-    async def _patiently(self, trying: asyncio.Future[Result], patience_s: float) -> Result:
+    async def _wait(self, trying: asyncio.Future[Result], patience_s: float) -> Result:
         """The result, or `TimeoutError` when the patience is over."""
-        async with asyncio.timeout(patience_s) as patience:
-            self._patient.add(patience)
+        async with asyncio.timeout(patience_s) as timeout:
+            self._waiting.add(timeout)
             try:
                 return await asyncio.shield(trying)
             finally:
-                self._patient.discard(patience)
+                self._waiting.discard(timeout)
 
     def hurry(self) -> None:
-        """Have no patience from now on, for what waits already either: the engine stops."""
-        self._in_haste = True
+        """Start every job at normal priority from now on, those included that wait already: the engine stops."""
+        self._hurries = True
         now_s = asyncio.get_running_loop().time()
-        for patience in self._patient:
-            if not patience.expired():  # its task has not noticed yet
-                patience.reschedule(now_s)
+        for timeout in self._waiting:
+            if not timeout.expired():  # its task has not noticed yet
+                timeout.reschedule(now_s)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the jobs that run or wait for a thread, at either priority."""
+        return self._low.usage.used_bytes + self._normal.usage.used_bytes
 
     def close(self) -> None:
         """Fail what no thread has begun, and wait for the rest. Idempotent."""
-        self._spare.close()
+        self._low.close()
         self._normal.close()

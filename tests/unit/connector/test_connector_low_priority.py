@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from connector.worker.spare_time import SpareTime
+from connector.worker.low_priority import LowPriorityPool
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
@@ -22,8 +22,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have a pr
 
 
 @pytest.fixture
-def threads() -> Iterator[SpareTime]:
-    threads = SpareTime(num_threads=1, limit_bytes=2 * JOB_BYTES)
+def threads() -> Iterator[LowPriorityPool]:
+    threads = LowPriorityPool(num_threads=1, limit_bytes=2 * JOB_BYTES)
     yield threads
     threads.close()
 
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 async def run(
-    threads: SpareTime,
+    threads: LowPriorityPool,
     work: Callable[[], Result],
     *,
     num_bytes: int = JOB_BYTES,
@@ -54,16 +54,16 @@ async def run(
     )
 
 
-async def occupied(threads: SpareTime, gate: threading.Event) -> list[asyncio.Task[bool]]:
+async def occupied(threads: LowPriorityPool, gate: threading.Event) -> list[asyncio.Task[bool]]:
     """Jobs that hold all that runs in spare time, until the gate opens."""
     jobs = [asyncio.create_task(run(threads, lambda: gate.wait(60))) for _ in range(2)]  # one runs, one is ready
-    while threads._spare.usage.used_bytes < 2 * JOB_BYTES:
+    while threads._low.usage.used_bytes < 2 * JOB_BYTES:
         await asyncio.sleep(0.001)
     return jobs
 
 
 @on_linux
-async def test_jobs_give_way_to_all_others(threads: SpareTime) -> None:
+async def test_jobs_give_way_to_all_others(threads: LowPriorityPool) -> None:
     """A job runs at the lowest priority, which no other thread gets by it."""
     before = niceness()
     assert await run(threads, niceness) == 19
@@ -71,7 +71,7 @@ async def test_jobs_give_way_to_all_others(threads: SpareTime) -> None:
 
 
 @on_linux
-async def test_a_job_that_waited_runs_as_all_others(threads: SpareTime) -> None:
+async def test_a_job_that_waited_runs_as_all_others(threads: LowPriorityPool) -> None:
     """While others hold the idle time, a job starts after its patience, at the priority of its process."""
     gate = threading.Event()
     jobs = await occupied(threads, gate)
@@ -83,7 +83,7 @@ async def test_a_job_that_waited_runs_as_all_others(threads: SpareTime) -> None:
 
 
 @on_linux
-async def test_a_job_that_has_begun_is_done_again(threads: SpareTime) -> None:
+async def test_a_job_that_has_begun_is_done_again(threads: LowPriorityPool) -> None:
     """A thread that gets no processor does not hold its job up; its input stays untouched until that thread is done."""
     gate, begun, released = threading.Event(), list[int](), list[bool]()
 
@@ -105,10 +105,10 @@ async def test_a_job_that_has_begun_is_done_again(threads: SpareTime) -> None:
 
 
 @on_linux
-async def test_haste_ends_all_patience(threads: SpareTime) -> None:
+async def test_haste_ends_all_patience(threads: LowPriorityPool) -> None:
     """Once the engine stops, what waits is done at once, and so is what comes later."""
     gate = threading.Event()
-    threads._spare._executor.submit(gate.wait, 60)
+    threads._low._executor.submit(gate.wait, 60)
     waiting = asyncio.create_task(run(threads, niceness))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -118,13 +118,13 @@ async def test_haste_ends_all_patience(threads: SpareTime) -> None:
     gate.set()
 
 
-async def test_haste_in_the_moment_in_which_patience_ends(threads: SpareTime) -> None:
+async def test_haste_in_the_moment_in_which_patience_ends(threads: LowPriorityPool) -> None:
     """A wait that is over, but whose task has not noticed yet, does not keep the others waiting."""
     gate = threading.Event()
-    threads._spare._executor.submit(gate.wait, 60)
+    threads._low._executor.submit(gate.wait, 60)
     ending, waiting = (asyncio.create_task(run(threads, niceness, patience_s=patience_s)) for patience_s in (30, 60))
     await asyncio.sleep(0.01)
-    first = min(threads._patient, key=lambda patience: patience.when() or 0.0)
+    first = min(threads._waiting, key=lambda patience: patience.when() or 0.0)
     first._on_timeout()  # type: ignore[attr-defined] # as the loop calls it
     threads.hurry()
     assert await asyncio.wait_for(asyncio.gather(ending, waiting), 5) == [niceness()] * 2
@@ -132,12 +132,12 @@ async def test_haste_in_the_moment_in_which_patience_ends(threads: SpareTime) ->
 
 
 @on_linux
-async def test_without_patience_nothing_waits(threads: SpareTime) -> None:
+async def test_without_patience_nothing_waits(threads: LowPriorityPool) -> None:
     """A job that may not wait runs at the priority of its process at once."""
     assert await run(threads, niceness, patience_s=0.0) == niceness()
 
 
-async def test_errors_of_a_job_are_its_own(threads: SpareTime) -> None:
+async def test_errors_of_a_job_are_its_own(threads: LowPriorityPool) -> None:
     """What a job raises comes back, and is not taken for a pool without room; what is too large is refused. Its input
     is released once all the same."""
     released: list[bool] = []
@@ -155,7 +155,7 @@ async def test_errors_of_a_job_are_its_own(threads: SpareTime) -> None:
     assert released == [True] * 3
 
 
-async def test_a_cancelled_job_is_released_once_its_thread_is_done(threads: SpareTime) -> None:
+async def test_a_cancelled_job_is_released_once_its_thread_is_done(threads: LowPriorityPool) -> None:
     gate, begun, released = threading.Event(), threading.Event(), list[bool]()
 
     def work() -> bool:
@@ -174,7 +174,7 @@ async def test_a_cancelled_job_is_released_once_its_thread_is_done(threads: Spar
         await asyncio.sleep(0.001)
 
 
-async def test_the_deadline_limits_both_waits(threads: SpareTime) -> None:
+async def test_the_deadline_limits_both_waits(threads: LowPriorityPool) -> None:
     """A job for which there is no room at either priority ends at its deadline, not after its patience."""
     gate = threading.Event()
     jobs = await occupied(threads, gate)
@@ -187,7 +187,7 @@ async def test_the_deadline_limits_both_waits(threads: SpareTime) -> None:
     assert await asyncio.gather(*jobs) == [True] * 4
 
 
-async def test_what_waits_ends_with_the_threads(threads: SpareTime) -> None:
+async def test_what_waits_ends_with_the_threads(threads: LowPriorityPool) -> None:
     """After `close` nothing starts."""
     threads.close()
     with pytest.raises(Closed):
