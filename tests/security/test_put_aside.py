@@ -1,4 +1,5 @@
-"""What is put aside as damaged is bounded on every tier, and counts: by a tenant's word, or where bytes are damaged."""
+"""Quarantined records are bounded on every tier, and count: those that a tenant reports, and those with damaged
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dict in pieces is a dict, whatever the keys."""
+"""A dict in pieces is a dict, for all keys."""
 
 from __future__ import annotations
 
