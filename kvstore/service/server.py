@@ -18,7 +18,7 @@ from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Listener
-from kvstore.service.session import Common, Session
+from kvstore.service.session import Session, SessionContext
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
 
@@ -69,7 +69,9 @@ class Server:
         )
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
-        self._common = Common(self._answers, self._authenticator, self._limits, self._budget, self._requests, tracing)
+        self._context = SessionContext(
+            self._answers, self._authenticator, self._limits, self._budget, self._requests, tracing
+        )
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._checking = Background("server-checks")
@@ -169,7 +171,7 @@ class Server:
                 session.connection.abort()
 
     def _new_peer(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
-        return Session(self._common, entry, on_made=self._made, on_ended=self._ended).connection
+        return Session(self._context, entry, on_made=self._made, on_ended=self._ended).connection
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)
