@@ -1,4 +1,4 @@
-"""The one contract between the engine side, which has pages, and the store, which keeps them.
+"""The one contract between whoever has pages and whoever keeps them.
 
 `TieredStore` fulfils it in the service, `RemoteStore` in a client.
 
@@ -78,8 +78,8 @@ class Offer:
 
     Attributes:
         resume_tokens: The resume point.
-        tier_bytes: Encoded bytes by name of the tier, as far as sizes are known: an estimate, to weigh fetching against
-            computing.
+        tier_bytes: Encoded bytes by name of the tier, as far as sizes are known: an estimate for whoever weighs
+            fetching against computing.
     """
 
     resume_tokens: int
@@ -93,7 +93,7 @@ class Lookup:
     Attributes:
         resume_tokens: The longest resume point that looks usable; `local_tokens` when there is none.
         groups_present: For each boundary of the query a bit per group, set when all its slices are there. A hint for
-            saves: bits may be missing where a tier did not answer.
+            whoever saves: bits may be missing where a tier could not be asked.
         offers: What each tier adds, quickest first: resume points ascend, the last is `resume_tokens`. Empty when
             nothing is there, or when the store does not say.
         silent: Names of what did not answer in time, and may hold more.
@@ -139,7 +139,7 @@ class Ack(Enum):
 
 
 class Retention(Enum):
-    """How long a record is likely to be of use: a hint of the engine that saves it first."""
+    """How long a record is likely to be of use, as whoever saves it first thinks: a hint."""
 
     NORMAL = "normal"
     SHORT = "short"
@@ -191,7 +191,7 @@ class PageStore(ABC):
 
     @abstractmethod
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
-        """Fetch the records of the longest usable resume point into this node's memory, verify and lease them.
+        """Bring the records of the longest usable resume point into this node's memory, verify and lease them.
 
         What is missing, corrupt, too slow for `deadline` or too large for the node shortens the resume point; it is
         no error. Concurrent stages of one record fetch it once.
@@ -201,7 +201,7 @@ class PageStore(ABC):
 
     @abstractmethod
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
-        """Start the lease's time again. False: it has ended; its records may be gone."""
+        """Start the lease's time anew. False: it has ended; its records may be gone."""
 
     @abstractmethod
     async def load(
@@ -239,9 +239,8 @@ class PageStore(ABC):
     ) -> SaveOutcome:
         """Keep a sealed record, once; the store verifies it first.
 
-        Returns when the record has reached `ack`; the store copies it to the further tiers later, unless its
-        `retention` is short. What waits for memory alone may be declined by the cold tier, as long as it was not seen
-        before.
+        Returns when the record has reached `ack`; it goes on to the further tiers by itself, unless its `retention`
+        is short. What waits for memory alone may be declined by the cold tier, as long as it was not seen before.
 
         Raises:
             CorruptRecord: The bytes do not match their seal, or the header does not fit the namespace's layout.
@@ -267,10 +266,10 @@ class PageStore(ABC):
         Args:
             request: Its id, or the start of one; empty for a list of the latest requests.
             deadline: When to give up.
-            tenant: Whose requests; `None`: those of all tenants. A client always gets its own tenant's.
+            tenant: Whose requests; `None`: everybody's. A client asks for its own, whatever it says.
 
         Raises:
-            InvalidRequest: No recent report has this id, or several ids start like that.
+            InvalidRequest: No such request was told of lately, or several start like that.
         """
         raise InvalidRequest("this store does not keep what became of requests")
 
@@ -280,8 +279,8 @@ class PageStore(ABC):
 
         Args:
             deadline: When to give up.
-            tenant: Whose; empty: everything. For a tenant, nothing about others: no usage, queues and counters. A
-                client always gets its own tenant's.
+            tenant: Whose; empty: all of it. For a tenant, nothing that tells of others: no usage, queues and counters.
+                A client is told of its own, whatever it says.
         """
 
     @abstractmethod
