@@ -38,12 +38,10 @@ class Server:
 
     Args:
         store: Stays the caller's: it is not closed here.
-        limits: What peers can make it hold.
         token: Required of TCP peers, unless empty.
         credentials: Tokens of tenants; `None`: there are none. Every second the server checks whether their file has
             changed, and ends peers whose token is no longer valid.
         tls: For addresses that speak it, on both ports; its files are checked every second, too.
-        tracing: Makes a span of each request.
         settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
     """
 

@@ -43,9 +43,6 @@ class SessionContext:
     """What all sessions of a service have in common.
 
     Attributes:
-        answers: Answers their requests.
-        authenticator: Checks a peer at its hello.
-        limits: Bounds of each connection.
         budget: Payload bytes of saves that are being received or stored.
         requests: Bytes of unanswered requests.
         tracing: Makes a span of each request; `None`: no tracing.
