@@ -277,11 +277,13 @@ async def test_a_value_that_is_replaced_while_it_is_judged(
 
     async def read_and_replace(self: Node, reading: Reading, *, deadline: Deadline) -> None:
         nonlocal num_reads
-        await read(self, reading, deadline=deadline)
-        num_reads += 1
-        if num_reads == 2:  # a corrupt record is read twice
-            await tier.delete(bad.key, deadline=soon())
-            await tier.put(good, deadline=soon())
+        try:
+            await read(self, reading, deadline=deadline)
+        finally:
+            num_reads += 1
+            if num_reads == 2:  # a corrupt record is read twice
+                await tier.delete(bad.key, deadline=soon())
+                await tier.put(good, deadline=soon())
 
     monkeypatch.setattr(Node, "read", read_and_replace)
     assert await tier.get(bad.key, deadline=soon()) is None
