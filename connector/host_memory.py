@@ -14,6 +14,7 @@ __all__ = ["HostMemoryBudget", "host_memory_budget", "page_bytes"]
 _MIB = 1 << 20
 _LEAST_BYTES = 512 * _MIB
 _MACHINE_SHARE = 8
+_AUDIT_SHARE = 4
 _GPU_DEFAULT_BYTES = 1024 * _MIB
 """On a GPU a ring buffer takes half of `pinned_bytes` from memory that vLLM did not plan for: by default at most 512
 MiB."""
@@ -27,11 +28,13 @@ class HostMemoryBudget:
         pinned_bytes: All of it. Saves use half; the rest is for gaps between pages of different sizes.
         reason: Where that number comes from, in words.
         needed_bytes: The smallest `pinned_bytes` with which every page and state can be saved.
+        audit_bytes: Beside `pinned_bytes`, for pages that audits compare. 0: this engine audits nothing.
     """
 
     pinned_bytes: int
     reason: str
     needed_bytes: int
+    audit_bytes: int = 0
 
     @property
     def fits_all(self) -> bool:
@@ -50,7 +53,8 @@ def host_memory_budget(settings: ConnectorSettings, facts: EngineFacts, shape: C
     pinned, reason = settings.pinned_bytes, "as it is set"
     if pinned is None:
         pinned, reason = _default(facts, shape, largest_bytes)
-    return HostMemoryBudget(pinned, reason, 2 * largest_bytes)
+    audits = settings.audit_rate > 0 or facts.untested_release is not None
+    return HostMemoryBudget(pinned, reason, 2 * largest_bytes, pinned // _AUDIT_SHARE if audits else 0)
 
 
 def page_bytes(shape: CacheShape, group: GroupShape) -> int:

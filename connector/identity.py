@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from connector.canonical.attention import page_tokens_for
-from connector.canonical.latent import LATENT_GRID
+from connector.canonical.attention import LATENT_GRID, page_tokens_for, within_windows
 from connector.canonical.recurrent import layer_bands
 from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_ranks
-from connector.canonical.window import within_windows
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.prefix_hash import LINK_TOKENS
 from kvstore.errors import InvalidRequest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvstore.api import Retention
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 
-__all__ = ["AuditJob", "AuditJobs", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
+__all__ = ["AuditJob", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
 
 BlockIds = tuple[tuple[int, ...], ...]
 """For each feed of a group the blocks of one span in token order; the same number for each feed."""
@@ -74,14 +74,14 @@ class LoadJob:
         lease: Keeps the records readable.
         pieces: All slices; a rank loads its own. `None`: the load could not be planned. Ranks report it as failed,
             since vLLM waits for their report.
-        audited: The blocks are read back before the load is reported.
+        read_back: The blocks are read back and compared before the load is reported.
         trace: Passed to the store with each load; empty: none.
     """
 
     request_id: str
     lease: bytes
     pieces: tuple[LoadPiece, ...] | None
-    audited: bool = False
+    read_back: bool = False
     trace: str = ""
 
 
@@ -101,33 +101,19 @@ class AuditJob:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditJobs:
-    """The audit's part of a step.
-
-    Attributes:
-        records: To compare with pages that are final after this step's forward.
-        read_backs: Requests with an audited load whose first forward is in this step.
-        gone: Requests with an audited load whose blocks are gone.
-    """
-
-    records: tuple[AuditJob, ...] = ()
-    read_backs: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepJobs:
     """The work of one engine step; never changed once built, since ranks of one process get it by reference.
 
     Attributes:
         saves: Pages to save, final after this step's forward.
         computes: Whether the step has a forward.
+        audits: Stored records to compare with pages that are final after this step's forward.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     computes: bool = True
-    audit: AuditJobs = AuditJobs()
+    audits: tuple[AuditJob, ...] = ()
 
 
 @dataclass(slots=True)

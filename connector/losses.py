@@ -87,8 +87,6 @@ class LossReporter:
             request_id: vLLM's id of the request that computed it.
             namespace: Where it would have been saved.
             boundary: Where it ends; its name would have included this prefix.
-            group: Its group.
-            reason: Why.
             detail: The evidence, plain values.
             records: How many: one for each slice.
         """
@@ -120,8 +118,6 @@ class LossReporter:
 
         Args:
             namespace: The open namespace. It replaces an earlier one's report of this group.
-            group: The group.
-            reason: Why.
             detail: The evidence, plain values.
         """
         outcome = _loss(namespace, group, reason, detail)

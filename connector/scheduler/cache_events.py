@@ -17,7 +17,7 @@ from kvstore.api import Staged
 from kvstore.model.keys import PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["BlockRun", "CacheEvents", "PageEvent", "RequestHashes"]
+__all__ = ["CacheEvents", "PageEvent", "RequestHashes"]
 
 _ACKNOWLEDGED_IN = "memory"
 """The tier that acknowledges a save; write-back to the slower ones is not published."""
@@ -40,8 +40,8 @@ class RequestHashes:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Consecutive blocks of one canonical group.
+class PageEvent:
+    """Consecutive blocks of one canonical group became readable from a tier, or no longer are.
 
     Attributes:
         hashes: vLLM's hash of each block.
@@ -51,20 +51,13 @@ class BlockRun:
 
     group: int
     hashes: tuple[bytes, ...]
+    tier: str
+    removed: bool = False
     parent: bytes | None = None
     tokens: tuple[int, ...] = ()
     block_tokens: int = 0
     lora_name: str | None = None
     lora_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PageEvent:
-    """A run of blocks became readable from a tier, or no longer is."""
-
-    run: BlockRun
-    tier: str
-    removed: bool = False
 
 
 @dataclass(slots=True)
@@ -90,7 +83,7 @@ class _Saving:
     """A page that is being saved."""
 
     prefix: PrefixHash
-    run: BlockRun
+    event: PageEvent
     busy_ranks: int
 
 
@@ -127,9 +120,9 @@ class CacheEvents:
         self._requests.pop(request_id, None)
 
     def on_save_planned(self, job: SaveJob, state: RequestState) -> None:
-        run = self._run(state, job.group, job.start_tokens, job.stop_tokens)
-        if run is not None:
-            self._saving[job.job_id] = _Saving(job.prefix, run, self._num_ranks)
+        event = self._event(state, job.group, job.start_tokens, job.stop_tokens, _ACKNOWLEDGED_IN)
+        if event is not None:
+            self._saving[job.job_id] = _Saving(job.prefix, event, self._num_ranks)
 
     def on_save_cancelled(self, job_id: int) -> None:
         self._saving.pop(job_id, None)
@@ -145,7 +138,7 @@ class CacheEvents:
             entry.busy_ranks -= ranks
             if entry.busy_ranks <= 0:
                 del self._saving[job_id]
-                self._publish(entry.prefix, entry.run, _ACKNOWLEDGED_IN)
+                self._publish(entry.prefix, entry.event)
 
     def on_staged(self, state: RequestState, staged: Staged) -> None:
         """Publish the pages of a hit, if all of it was read from one tier: then they are known to be there."""
@@ -154,9 +147,9 @@ class CacheEvents:
         (tier,) = staged.sources
         pages = {(key.prefix, key.group): span for key, span in zip(staged.keys, staged.spans, strict=True)}
         for (prefix, group), (start, stop) in pages.items():
-            run = self._run(state, group, start, stop)
-            if run is not None:
-                self._publish(prefix, run, tier)
+            event = self._event(state, group, start, stop, tier)
+            if event is not None:
+                self._publish(prefix, event)
 
     def on_lookup(self, state: RequestState) -> None:
         """Publish the removal of pages that were published before a prompt came and that its lookup did not find.
@@ -177,21 +170,22 @@ class CacheEvents:
                 if page is None or groups >> group & 1 or page.published_s >= request.opened_s:
                     continue
                 del self._published[boundary.prefix, group]
-                run = BlockRun(group, page.hashes)
-                self._ready += [PageEvent(run, tier, removed=True) for tier in sorted(page.tiers)]
+                self._ready += [PageEvent(group, page.hashes, tier, removed=True) for tier in sorted(page.tiers)]
 
-    def _publish(self, prefix: PrefixHash, run: BlockRun, tier: str) -> None:
-        page = self._published.setdefault((prefix, run.group), _Published(run.hashes))
-        self._published.move_to_end((prefix, run.group))
+    def _publish(self, prefix: PrefixHash, event: PageEvent) -> None:
+        page = self._published.setdefault((prefix, event.group), _Published(event.hashes))
+        self._published.move_to_end((prefix, event.group))
         page.published_s = self._clock.monotonic_s()
-        if tier not in page.tiers:
-            page.tiers.add(tier)
-            self._ready.append(PageEvent(run, tier))
+        if event.tier not in page.tiers:
+            page.tiers.add(event.tier)
+            self._ready.append(event)
         if len(self._published) > _REMEMBERED_PAGES:
             self._published.popitem(last=False)
 
-    def _run(self, state: RequestState, group: int, start_tokens: int, stop_tokens: int) -> BlockRun | None:
-        """The blocks of a span, or the one block of a state; `None`: vLLM's hashes do not cover whole blocks of it."""
+    def _event(
+        self, state: RequestState, group: int, start_tokens: int, stop_tokens: int, tier: str
+    ) -> PageEvent | None:
+        """The event for a span, or for the block of a state; `None`: vLLM's hashes do not cover whole blocks of it."""
         request, block_tokens = self._requests.get(state.request_id), self.shape.groups[group].facts.block_tokens
         if request is None or block_tokens % request.hashes.hash_tokens:
             return None
@@ -201,8 +195,9 @@ class CacheEvents:
         if stop_tokens > min(len(known.block_hashes) * known.hash_tokens, len(state.tokens)):
             return None
         ends = range(start_tokens + block_tokens, stop_tokens + 1, block_tokens)
-        return BlockRun(
+        return PageEvent(
             group=group,
+            tier=tier,
             hashes=tuple(known.block_hashes[end // known.hash_tokens - 1] for end in ends),
             parent=known.block_hashes[start_tokens // known.hash_tokens - 1] if start_tokens else None,
             tokens=tuple(state.tokens[start_tokens:stop_tokens]),

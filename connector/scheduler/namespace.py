@@ -81,13 +81,11 @@ class EngineNamespace:
 
     @property
     def id(self) -> NamespaceId | None:
-        """The namespace, while it is open and the engine has the weights that it is for."""
+        """The namespace, while it is open, no rank refuses, and the engine has the weights that it is for."""
         opened = self._opened
-        return opened[1] if opened is not None and opened[0] == self._binding and not self._detached else None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.id is not None and self.refusal is None
+        if opened is None or opened[0] != self._binding or self._detached or self.refusal is not None:
+            return None
+        return opened[1]
 
     @property
     def is_expected(self) -> bool:

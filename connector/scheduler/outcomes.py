@@ -39,7 +39,6 @@ class OutcomeReporter:
         """Report an outcome, unless it is the same as the last one of this request.
 
         Args:
-            state: The request.
             reason: Why it was resumed no further, a word of docs/explain.md; empty: it was resumed as far as possible.
             resume_tokens: Up to where it was resumed.
             detail: The evidence for the reason.
@@ -119,7 +118,6 @@ def stop_of(
     allow; the answer is what is missing there. If they allow nothing more, the answer is their next page.
 
     Args:
-        layout: The model's.
         seen: The prompt's boundaries, ascending, and for each a bit per group that a lookup found complete.
         resume_tokens: The point from which the prompt was resumed: the furthest that all groups allow.
         cap_tokens: The furthest point of interest.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.identity import GroupShape
 from connector.jobs import BlockIds, LoadPiece
 from kvstore.api import Staged

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
 from connector.losses import LossReason, LossReporter

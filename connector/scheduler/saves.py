@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import BlockIds, SaveJob
 from connector.scheduler.facts import StateOffer

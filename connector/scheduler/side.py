@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from connector.bridge import Bridge
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
-from connector.jobs import AuditJobs, LoadJob, RankReport, StepJobs
+from connector.jobs import LoadJob, RankReport, StepJobs
 from connector.losses import LossReason, LossReporter
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.audits import Audits
@@ -103,10 +103,8 @@ class SchedulerSide:
         self._watchdog = Watchdog(self.save_jobs, clock)
         # vLLM offers a state in the step that writes it, and frees a window's blocks after a few steps
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
-        self._audits: Audits | None = None
-        if settings.audit_rate > 0 or facts.untested_release is not None:
-            self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
-            self.hits.audits = self._audits
+        self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
+        self.hits.audits = self._audits
         if settings.saves:
             budget = format_bytes(self.budget.pinned_bytes)
             _log.info("kvstore: pinned_bytes is %s for each rank: %s", budget, self.budget.reason)
@@ -137,7 +135,7 @@ class SchedulerSide:
 
     @property
     def is_ready(self) -> bool:
-        return self.namespace.is_ready
+        return self.namespace.id is not None
 
     def bind_pins(self, pins: BlockPins) -> None:
         """Set vLLM's block pool: from now on pages of requests that have ended can be saved."""
@@ -169,9 +167,9 @@ class SchedulerSide:
             trace=prompt.trace,
         )
         self.requests[state.request_id] = state
-        if chain is not None and self.is_ready and len(state.prompt) >= self._shape.boundary_tokens:
-            assert self.namespace.id is not None
-            self.hits.lookups.start(state, self.namespace.id)
+        namespace = self.namespace.id
+        if chain is not None and namespace is not None and len(state.prompt) >= self._shape.boundary_tokens:
+            self.hits.lookups.start(state, namespace)
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """The answer to vLLM's poll: tokens beyond its own hit that can be loaded; `None`: ask again."""
@@ -183,7 +181,8 @@ class SchedulerSide:
         if (reason := self._why_no_lookup(state)) is not None:
             self._outcomes.report(state, reason[0], detail=reason[1])
             return 0
-        if not self.is_ready:
+        namespace = self.namespace.id
+        if namespace is None:
             # An engine's first requests often come while the namespace is being opened. They wait for it, but only
             # once, for requests that come together: a service that is down must not slow later ones.
             may_wait = self.hits.lookups.may_wait(state)
@@ -192,8 +191,7 @@ class SchedulerSide:
                 return None
             self._outcomes.report(state, "not_ready")
             return 0
-        assert self.namespace.id is not None
-        return self.hits.poll(state, self.namespace.id, local_tokens)
+        return self.hits.poll(state, namespace, local_tokens)
 
     def _why_no_lookup(self, state: RequestState) -> tuple[str, dict[str, object]] | None:
         """Why a request is not looked up, as an outcome's reason and detail; `None` if it is."""
@@ -241,11 +239,10 @@ class SchedulerSide:
             _log.exception("kvstore: a load could not be planned; the request is computed instead")
             pieces = None
         assert staged.lease is not None
-        audited = self._audits is not None and self._audits.on_load(state.request_id, staged, resume_tokens)
         for index, group in enumerate(self._shape.groups):
             if group.is_state:
                 state.note_stored(resume_tokens, index)
-        return LoadJob(state.request_id, staged.lease, pieces, audited, state.trace)
+        return LoadJob(state.request_id, staged.lease, pieces, self._audits.is_read_back(staged), state.trace)
 
     def on_loads_finished(self, finished: set[str], failed: set[str]) -> None:
         """Note the ranks' reports of loads. A failed load is never tried again."""
@@ -257,8 +254,6 @@ class SchedulerSide:
                 continue
             # vLLM discards what was loaded for a request that has ended
             is_lost = request_id in failed or ended is not None
-            if self._audits is not None and (is_lost or state.load_failed):  # the latter after a change of weights
-                self._audits.on_load_lost(request_id)
             self.hits.on_loaded(state, failed=is_lost)
             if request_id in failed:
                 state.no_more_hits = state.load_failed = True
@@ -273,16 +268,14 @@ class SchedulerSide:
             tables: Its blocks, for each of vLLM's groups.
         """
         state = self.requests.pop(request_id, None)
-        if self._audits is not None:
-            self._audits.on_finished(request_id)
+        self._audits.on_finished(request_id)
         if state is None:
             return
         try:
             if state.loading is not None:
                 self._ended_while_loading[request_id] = state
-            elif final_tokens and self._saves_now(state):
-                assert self.namespace.id is not None
-                self.saves.plan_end(state, self.namespace.id, final_tokens, tables)
+            elif final_tokens and (namespace := self._saves_to(state)) is not None:
+                self.saves.plan_end(state, namespace, final_tokens, tables)
         finally:
             self.hits.forget(state)
 
@@ -302,32 +295,23 @@ class SchedulerSide:
         running = []
         for request_id, final_tokens in step.final_tokens.items():
             state, offers = self.requests.get(request_id), step.offers.get(request_id, ())
-            if state is not None and self._saves_now(state):
-                assert self.namespace.id is not None
+            if state is None:
+                continue
+            if (namespace := self._saves_to(state)) is not None:
                 tables = partial(step.tables.__getitem__, request_id)
-                running.append(RunningRequest(state, self.namespace.id, final_tokens, tables, offers))
-            elif state is not None and offers and self._awaits_hash(state):
+                running.append(RunningRequest(state, namespace, final_tokens, tables, offers))
+            elif offers and self._awaits_hash(state):
                 self.meters.add("connector_saves", outcome="not_hashed")  # vLLM does not offer this state again
         saves = self.saves.plan_step(running)
         try:
-            audit = self._plan_audit(step)
+            audits = self._audits.plan_step(step)
         except BaseException:
+            self._audits.stop()
             self.save_jobs.withdraw(saves)
             raise
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
-        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audit=audit)
-
-    def _plan_audit(self, step: StepFacts) -> AuditJobs:
-        if self._audits is None:
-            return AuditJobs()
-        try:
-            return self._audits.plan_step(
-                step.computed_tokens, step.final_tokens, step.tables, step.offers, step.preempted
-            )
-        except BaseException:
-            self._audits = self.hits.audits = None  # else no step would load again; its leases end by themselves
-            raise
+        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audits=audits)
 
     def wait_in_empty_step(self) -> None:
         """In a step that computes nothing while requests wait for answers, sleep until one comes, for at most 5 ms.
@@ -344,30 +328,29 @@ class SchedulerSide:
                 self.hits.answered.wait(_EMPTY_STEP_S)
         self.hits.answered.clear()
 
-    def _can_save(self, state: RequestState) -> bool:
-        """Whether pages of this request can be saved once its prompt is hashed. Starts that if need be."""
+    def _will_save_to(self, state: RequestState) -> NamespaceId | None:
+        """Where pages of this request are saved once its prompt is hashed; `None`: nowhere. Starts the hashing."""
+        namespace = self.namespace.id
         if not self._settings.saves or not state.flags.save or not self.budget.fits_all:
-            return False
-        if self._watchdog.has_ended_saves:
-            return False
-        if not self.is_ready or state.chain is None or state.save_stopped:
-            return False
-        if len(state.tokens) < self._shape.boundary_tokens:
-            return False
+            return None
+        if self._watchdog.has_ended_saves or state.save_stopped:
+            return None
+        if namespace is None or state.chain is None or len(state.tokens) < self._shape.boundary_tokens:
+            return None
         if state.hashed is None:  # the request came before the namespace was open, or was preempted
-            assert self.namespace.id is not None
-            self.hits.lookups.start(state, self.namespace.id)
-        return True
+            self.hits.lookups.start(state, namespace)
+        return namespace
 
     def _awaits_hash(self, state: RequestState) -> bool:
-        return self._can_save(state) and not state.is_hashing_over
+        return self._will_save_to(state) is not None and not state.is_hashing_over
 
-    def _saves_now(self, state: RequestState) -> bool:
-        """Whether pages of this request can be saved now."""
-        if not self._can_save(state) or not state.is_hashed:
-            return False
+    def _saves_to(self, state: RequestState) -> NamespaceId | None:
+        """Where pages of this request can be saved now; `None`: nowhere."""
+        namespace = self._will_save_to(state)
+        if namespace is None or not state.is_hashed:
+            return None
         state.note_lookup()
-        return True
+        return namespace
 
     @property
     def has_pending_saves(self) -> bool:
@@ -376,15 +359,14 @@ class SchedulerSide:
         Not only while blocks are pinned for saves: without a step vLLM's worker processes spin in Python for a second,
         and keep the interpreter and the core from the threads that save. In an empty step they wait for these instead.
         """
-        return len(self.save_jobs) > 0 or (self._audits is not None and self._audits.has_open)
+        return len(self.save_jobs) > 0 or self._audits.has_open_jobs
 
     def on_rank_report(self, report: RankReport) -> None:
         """Note the ranks' reports of saves and audits."""
         self.save_jobs.on_rank_report(report)
-        if self._audits is not None:
-            self._audits.on_rank_report(report)
-            if self._audits.refusal is not None:
-                self.namespace.refuse(self._audits.refusal)
+        self._audits.on_rank_report(report)
+        if self._audits.refusal is not None:
+            self.namespace.refuse(self._audits.refusal)
 
     # ---- the engine
 
@@ -401,8 +383,7 @@ class SchedulerSide:
         for state in self.requests.values():  # their pages may mix two sets of weights
             self.hits.drop_fetch(state)
             state.no_more_hits = state.load_failed = state.save_stopped = True
-            if self._audits is not None:  # pages computed now cannot equal the stored ones
-                self._audits.on_finished(state.request_id)
+            self._audits.on_finished(state.request_id)  # pages computed now cannot equal the stored ones
         self._loads = [replace(job, pieces=None) for job in self._loads]
         self.namespace.reset(is_empty=is_empty)
 

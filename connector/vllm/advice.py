@@ -47,7 +47,6 @@ def advise_on_block_size(facts: EngineFacts, scheduler_tokens: int) -> str | Non
     """Advice for a multi-process CPU engine without --block-size: vLLM 0.32 forgets a hybrid model's block size there.
 
     Args:
-        facts: The engine.
         scheduler_tokens: The block size that vLLM's scheduler uses when the first request comes.
     """
     expected = min(group.block_tokens for group in facts.groups)
@@ -64,12 +63,7 @@ def _is_recurrent(facts: EngineFacts) -> bool:
 
 
 def warn_of_untested_release(version: str, *, allowed: bool) -> None:
-    """Log that a vLLM version was not tested, and whether it is used.
-
-    Args:
-        version: The version.
-        allowed: The operator has set `allow_untested_vllm`.
-    """
+    """Log that a vLLM version was not tested, and whether it is used: only if `allow_untested_vllm` is set."""
     if allowed:
         _log.warning(
             "kvstore: vLLM %s was not tested with this connector and is used because allow_untested_vllm is set:"

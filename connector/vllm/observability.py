@@ -189,10 +189,10 @@ def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, i
 def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: Any) -> Iterator[KVCacheEvent]:
     """One of vLLM's events for each of its groups whose blocks are in a page; the tier's name is the medium."""
     for event in events:
-        run, tier = event.run, event.tier
-        hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in run.hashes]
+        tier, parent = event.tier, event.parent
+        hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.hashes]
         locality = "LOCAL" if tier in _ON_THIS_NODE else "REMOTE"
-        for index in shape.groups[run.group].facts.feed_groups:
+        for index in shape.groups[event.group].facts.feed_groups:
             if event.removed:
                 yield BlockRemoved(
                     block_hashes=hashes, medium=tier, group_idx=index, locality=locality, ownership=OWNERSHIP
@@ -201,12 +201,12 @@ def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: A
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
             yield BlockStored(
                 block_hashes=hashes,
-                parent_block_hash=None if run.parent is None else maybe_convert_block_hash(BlockHash(run.parent)),
-                token_ids=list(run.tokens),
-                block_size=run.block_tokens,
-                lora_id=run.lora_id,
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
+                token_ids=list(event.tokens),
+                block_size=event.block_tokens,
+                lora_id=event.lora_id,
                 medium=tier,
-                lora_name=run.lora_name,
+                lora_name=event.lora_name,
                 group_idx=index,
                 kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
                 kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),

@@ -39,7 +39,7 @@ HOMES = {
     "torch": (
         *("connector/vllm/connector.py", "connector/vllm/engine_facts.py", "connector/worker/", "connector/device/"),
         *("connector/vllm/requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
-        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/nursery.py"),
+        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),
     "numba": (),
     "llvmlite": (),

@@ -1,4 +1,4 @@
-"""A Redis that is frozen, or refuses writes: nobody waits long, and everybody is told what it is."""
+"""A Redis that is frozen, or refuses writes: no request waits long, and every answer names the cause."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_lookup_waits_no_longer_than_the_store_allows(redis: RedisServer
 
 
 async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -> None:
-    """Also before anybody has noticed, and while several ask at a time: in a second or two, with the cause."""
+    """Also before the service has noticed, and for several requests at a time: in a second or two, with the cause."""
     async with open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
         await made.save(prompt_of("a"))
         redis.freeze()
@@ -70,7 +70,9 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
             answers = await asyncio.gather(*(client.get(path) for path in paths))
             waited_s = time.monotonic() - started_s
             assert answers[0].status_code == 503
-            assert "the hot tier does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
+            assert (
+                "the catalog and does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
+            )
             assert waited_s < 5.0, attempt
         command = [sys.executable, "-c", "import sys; from kvstore.cli.main import main; sys.exit(main())"]
         command += ["ls", "--admin-url", made.url]
@@ -79,7 +81,7 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
         _, said = await process.communicate()
         assert process.returncode != 0
-        assert b"the hot tier does not answer" in said or b"not used until" in said, said
+        assert b"the catalog and does not answer" in said or b"not used until" in said, said
         assert time.monotonic() - started_s < 15.0  # most of it is the start of Python
         redis.thaw()
 
@@ -124,7 +126,7 @@ REFUSALS: dict[str, tuple[Refuse, Refuse]] = {
 
 @pytest.mark.parametrize("cause", REFUSALS)
 async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisServer, tmp_path: Path) -> None:
-    """Nothing need have been written meanwhile. The cause is said; once it takes writes again, all is well."""
+    """Nothing need have been written until then. The cause is said; once it takes writes again, all is well."""
     refuse, allow = REFUSALS[cause]
     async with (
         open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,

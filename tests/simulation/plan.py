@@ -1,4 +1,4 @@
-"""What one seed's world looks like: sizes that are often too small, prompts that share prefixes."""
+"""What one seed's cluster looks like: sizes that are often too small, prompts that share prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COST_BYTES = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is decided before the world begins.
+    """All that is decided before the cluster begins.
 
     Attributes:
         prompts: What engines are asked for.

@@ -19,7 +19,7 @@ from kvstore.testing.dict_pending import DictOwnership, LeaseBooks, PendingBooks
 from tests.simulation.media import Medium
 
 _NAMES_MAX = 256
-"""A step of a scan is shorter than was asked for, so that a small world takes several."""
+"""A step of a scan is shorter than was asked for, so that a small cluster takes several."""
 
 
 class Loss(Enum):

@@ -13,7 +13,7 @@ from fastapi import Depends, Query, Request
 
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.clock import Clock
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
@@ -21,10 +21,10 @@ from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, NamespaceText, namespace_id
 from kvstore.service.admin.port import Administered
 from kvstore.service.authentication import Grant
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.key_ring import Generation
-from kvstore.store.operations import StoreOperations, TierState
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.encryption.key_ring import Generation
+from kvstore.store.retention.operator_rules import OperatorRules
+from kvstore.store.upkeep.operations import StoreOperations, TierState
 
 __all__ = ["AdminContext", "Context", "NamedNamespace", "QueriedNamespace"]
 
@@ -55,25 +55,20 @@ class AdminContext:
     followers: Counter[str] = field(default_factory=Counter)
 
     @property
-    def clock(self) -> Clock:
-        """For deadlines and expiry."""
-        return self.data_loop.clock
-
-    @property
     def operations(self) -> StoreOperations:
         """What the store does for operators. Its coroutines run on the data loop."""
         return self.service.store.operations
 
     @property
-    def rules(self) -> StandingOrders:
+    def rules(self) -> OperatorRules:
         """Quotas and retired weights that operators have set for all services.
 
         Raises:
             Unavailable: The service has no place to keep them.
         """
-        if self.operations.orders is None:
+        if self.operations.operator_rules is None:
             raise Unavailable(NO_CATALOG)
-        return self.operations.orders
+        return self.operations.operator_rules
 
     def generations(self, tenant: str) -> Sequence[Generation]:
         """The keys under whose names a tenant's records are stored, the current one first; `None`: plain names."""
@@ -90,11 +85,11 @@ class AdminContext:
 
     def now_s(self) -> int:
         """Seconds since the Unix epoch."""
-        return self.clock.wall_ms() // 1000
+        return SYSTEM_CLOCK.wall_ms() // 1000
 
     def is_retired(self, namespace: Namespace) -> bool:
         """Whether nothing of a namespace is served, because its weights are retired."""
-        rules = self.operations.orders
+        rules = self.operations.operator_rules
         return rules is not None and rules.are_retired(namespace.description.tenant, namespace.weights_id)
 
     async def memory_sizes(self, keys: Sequence[RecordKey]) -> list[int | None]:

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.operations import PIECE_RECORDS_MAX
+from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
 __all__ = ["CALL_S", "DataLoop"]
 
@@ -25,14 +24,13 @@ _CALLS_AT_ONCE = 4
 class DataLoop:
     """Runs bounded pieces of work on the data loop. Belongs to the administration's loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.clock = clock
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._turns = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     def soon(self, within_s: float = CALL_S) -> Deadline:
         """The deadline of a call that starts now."""
-        return Deadline.after(within_s, self.clock)
+        return Deadline.after(within_s)
 
     async def call(self, work: Callable[[Deadline], Coroutine[Any, Any, T]], within_s: float = CALL_S) -> T:
         """Run `work` on the data loop and return its result. At most four calls run at a time.

@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstore.compose_retention import open_job_book
+from kvstore.compose import open_job_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -76,7 +76,7 @@ async def _serve(
     context = AdminContext(service, calls, DataLoop(data_loop), catalog, stop.is_set)
     async with open_job_book(service.settings) as book:
         keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
-        jobs = JobBoard(keeper=keeper)
+        jobs = JobBoard(keeper)
         http = _Server(_config(make_app(context, jobs)), tls)
         background = Background("administration")
         background.spawn(_stop_with(stop, http), "stop")

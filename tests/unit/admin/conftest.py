@@ -15,6 +15,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvstore.service.admin.data_loop import DataLoop
 
     def soon(loop: DataLoop, within_s: float = _PATIENCE_S) -> Deadline:
-        return Deadline.after(within_s and max(within_s, _PATIENCE_S), loop.clock)
+        return Deadline.after(within_s and max(within_s, _PATIENCE_S))
 
     monkeypatch.setattr(DataLoop, "soon", soon)

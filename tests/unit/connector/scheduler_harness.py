@@ -14,6 +14,7 @@ from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.format.record import Record
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from tests.unit.connector.support import (
     BLOCK,
     WEIGHTS,
@@ -47,6 +48,7 @@ class SchedulerHarness:
         facts: dict[str, Any],
         settings: dict[str, Any],
         refusals: dict[int, str | None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.bridge = bridge
         self.facts = make_facts(**facts)
@@ -59,6 +61,7 @@ class SchedulerHarness:
             bridge,
             cache_folder=folder,
             rank_refusals=refusals or {},
+            clock=clock,
         )
 
     @property
@@ -145,10 +148,12 @@ class SchedulerHarness:
 
 
 @contextmanager
-def harness(folder: Path, facts: dict[str, Any] | None = None, **settings: Any) -> Iterator[SchedulerHarness]:
+def harness(
+    folder: Path, facts: dict[str, Any] | None = None, clock: Clock = SYSTEM_CLOCK, **settings: Any
+) -> Iterator[SchedulerHarness]:
     """A scheduler side that is ready; it is shut down at the end and must not leave a lease."""
     with bridge_to_memory() as bridge:
-        made = SchedulerHarness(bridge, folder, facts or {}, settings)
+        made = SchedulerHarness(bridge, folder, facts or {}, settings, clock=clock)
         made.become_ready()
         yield made
         made.store.held.clear()

@@ -12,7 +12,7 @@ from connector.scheduler.audits import is_sampled
 from connector.scheduler.facts import StepFacts
 from kvstore.model.keys import PrefixHash
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import eventually
+from tests.unit.connector.support import ManualClock, eventually
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def compute(
     """One step that computes some of a request, whose block `i` has the id `table + i`; the records to compare."""
     tables = {request_id: [tuple(range(table, table + 64))]}
     jobs = made.side.plan_step(StepFacts({request_id: stop}, tables, computed_tokens={request_id: start}))
-    return jobs.audit.records
+    return jobs.audits
 
 
 def done(made: SchedulerHarness, *jobs: AuditJob) -> None:
@@ -56,7 +56,7 @@ def test_the_first_hit_is_computed_and_compared(audited: SchedulerHarness) -> No
 
 
 def test_the_second_hit_is_loaded_and_read_back(audited: SchedulerHarness) -> None:
-    """Once is enough: the next request resumes, and its blocks are read back in its first forward only."""
+    """Once is enough: the next request resumes, and the ranks read its blocks back."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
     audited.ask("r")
@@ -65,11 +65,9 @@ def test_the_second_hit_is_loaded_and_read_back(audited: SchedulerHarness) -> No
     audited.new("s", 170, "a")
     assert audited.ask("s") == 160
     (load,) = audited.admit("s", 160).loads
-    assert load.audited
+    assert load.read_back
     audited.finished("s")
-    jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
-    assert jobs.audit.read_backs == ("s",)
-    assert audited.step({"s": 171}).audit.read_backs == ()
+    assert audited.step({"s": 170}).audits == ()
 
 
 def test_only_the_part_from_the_first_unaudited_record_on_is_computed(audited: SchedulerHarness) -> None:
@@ -135,74 +133,27 @@ def test_blocks_that_cannot_be_found_are_not_compared(audited: SchedulerHarness)
     audited.new("r", 170, "a")
     audited.ask("r")
     jobs = audited.side.plan_step(StepFacts({"r": 170}, {"r": [tuple(range(100, 105))]}, computed_tokens={"r": 0}))
-    assert spans(jobs.audit.records) == [(4, 0, (100, 101, 102, 103))]
+    assert spans(jobs.audits) == [(4, 0, (100, 101, 102, 103))]
     assert audited.side.meters.get("connector_audit_skipped") == 2
     audited.side.on_finished("r")
-    done(audited, *jobs.audit.records)
+    done(audited, *jobs.audits)
     assert not audited.side.has_pending_saves
     audited.no_leases()
 
 
-def test_blocks_that_are_gone_are_not_read_back(audited: SchedulerHarness) -> None:
-    """A load whose request is preempted before its first forward is forgotten by the ranks."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    done(audited, *compute(audited, "r", 0, 170))
-    audited.new("s", 170, "a")
-    audited.ask("s")
-    audited.admit("s", 160)
-    audited.finished("s")
-    assert audited.step(preempted=("s",)).audit.gone == ("s",)
-    assert audited.step({"s": 170}).audit.read_backs == ()
-
-
-def test_a_load_that_is_newer_than_the_news_of_a_preemption_is_read_back(audited: SchedulerHarness) -> None:
-    """vLLM tells of a preemption in the step in which the request may have been given blocks again."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    done(audited, *compute(audited, "r", 0, 170))
-    audited.new("s", 170, "a")
-    audited.ask("s")
-    audited.side.on_allocated("s", [list(range(1, 13))], 160)
-    assert audited.step(preempted=("s",)).audit.gone == ()
-    audited.finished("s")
-    jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
-    assert jobs.audit.read_backs == ("s",)
-
-
-@pytest.mark.parametrize("how", ["aborted", "failed", "reset"])
-def test_a_load_that_nobody_computes_with_is_forgotten(tmp_path: Path, how: str) -> None:
-    """By the ranks, and only once it has ended: until then they remember more of it."""
-    with harness(tmp_path, audit_rate=1.0, weights_may_change=True) as made:
+def test_leases_are_renewed_while_the_engine_computes(tmp_path: Path) -> None:
+    """However long the pages take, their records stay readable."""
+    clock = ManualClock()
+    with harness(tmp_path, clock=clock, audit_rate=1.0) as made:
         made.keep("a", 170)
         made.new("r", 170, "a")
         made.ask("r")
-        done(made, *compute(made, "r", 0, 170))
-        made.new("s", 170, "a")
-        made.ask("s")
-        made.admit("s", 160)
-        if how == "aborted":
-            made.side.on_finished("s")
-        elif how == "reset":
-            made.side.reset_cache(is_empty=False)
-        made.step()
-        made.finished("s", failed=how == "failed")
-        assert made.step().audit.gone == ("s",)
-
-
-def test_leases_are_renewed_while_the_engine_computes(audited: SchedulerHarness) -> None:
-    """However long the pages take, their records stay readable."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    assert audited.side._audits is not None
-    ((audit,),) = audited.side._audits._audits.values()
-    audit.renewed_s -= audit.lease_s / 2
-    before = audited.store.calls["renew"]
-    compute(audited, "r", 0, 10)
-    eventually(lambda: audited.store.calls["renew"] == before + 1)
+        before = made.store.calls["renew"]
+        compute(made, "r", 0, 10)
+        assert made.store.calls["renew"] == before
+        clock.now_s += made.store.inner.limits.lease_s / 2
+        compute(made, "r", 10, 20)
+        eventually(lambda: made.store.calls["renew"] == before + 1)
 
 
 def test_without_a_rate_nothing_is_audited(tmp_path: Path) -> None:
@@ -212,7 +163,7 @@ def test_without_a_rate_nothing_is_audited(tmp_path: Path) -> None:
         made.new("r", 170, "a")
         assert made.ask("r") == 160
         (load,) = made.admit("r", 160).loads
-        assert not load.audited
+        assert not load.read_back
 
 
 def test_the_share_is_a_share_and_grows_by_adding() -> None:

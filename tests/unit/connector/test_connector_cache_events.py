@@ -1,4 +1,4 @@
-"""What is told to routers of pages in the store: each once for each tier, with vLLM's own hashes."""
+"""Cache events for pages in the store: each page once for each tier, with vLLM's own hashes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def go(made: SchedulerHarness, request_id: str) -> None:
 
 def blocks(event: PageEvent) -> list[int]:
     """Numbers of the announced blocks, by the last of each block's hashes."""
-    return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in event.run.hashes]
+    return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in event.hashes]
 
 
 def test_a_page_is_told_when_it_is_stored(made: SchedulerHarness) -> None:
@@ -65,12 +65,12 @@ def test_a_page_is_told_when_it_is_stored(made: SchedulerHarness) -> None:
     assert not cache_events(made).has_pending
     assert {tail.tier, page.tier} == {"memory"}
     assert blocks(page) == list(range(PAGE // BLOCK))
-    assert page.run.parent is None
-    assert page.run.tokens == tuple(tokens_of("r", count)[:PAGE])
-    assert page.run.block_tokens == BLOCK
+    assert page.parent is None
+    assert page.tokens == tuple(tokens_of("r", count)[:PAGE])
+    assert page.block_tokens == BLOCK
     assert blocks(tail) == [PAGE // BLOCK, PAGE // BLOCK + 1]
-    assert tail.run.parent == page.run.hashes[-1]
-    assert tail.run.lora_name == "adapter"
+    assert tail.parent == page.hashes[-1]
+    assert tail.lora_name == "adapter"
 
 
 def test_a_page_that_was_not_stored_is_not_told(made: SchedulerHarness) -> None:
@@ -124,7 +124,7 @@ def test_a_hit_from_several_tiers_tells_nothing(made: SchedulerHarness) -> None:
 
 
 def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
-    """A later prompt asks for an announced page that the store does not have any more: it is told once."""
+    """A later prompt looks up a published page that the store has dropped: one event says so."""
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
     made.ranks_done(job.job_id)  # told, though nothing reached this store: as if it had been evicted since
@@ -136,7 +136,7 @@ def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
         go(made, request_id)
     (gone,) = cache_events(made).take()
     assert gone.removed
-    assert gone.run.hashes == stored.run.hashes
+    assert gone.hashes == stored.hashes
     assert gone.tier == "memory"
 
 
@@ -168,8 +168,8 @@ def test_a_state_is_told_as_the_block_that_ends_there() -> None:
     jobs = at.step(4 * BLOCK, [], [1, 2, 3, 4], [], offers=[StateOffer(0, 21, 4 * BLOCK), StateOffer(2, 22, 4 * BLOCK)])
     at.done(jobs)
     entries = told.take()
-    (state,) = [entry for entry in entries if entry.run.group == 0]
+    (state,) = [entry for entry in entries if entry.group == 0]
     assert blocks(state) == [3]
-    assert state.run.tokens == tuple(at.tokens[3 * BLOCK : 4 * BLOCK])
-    assert state.run.parent == b"a-5"
-    assert sorted(block for entry in entries if entry.run.group == 1 for block in blocks(entry)) == [0, 1, 2, 3]
+    assert state.tokens == tuple(at.tokens[3 * BLOCK : 4 * BLOCK])
+    assert state.parent == b"a-5"
+    assert sorted(block for entry in entries if entry.group == 1 for block in blocks(entry)) == [0, 1, 2, 3]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,7 +144,7 @@ def test_a_hook_that_tells_no_parameters(monkeypatch: pytest.MonkeyPatch, seen: 
 
 @pytest.mark.parametrize("error", [RuntimeError("no driver"), OSError("no file"), KeyError("no key")])
 def test_a_module_whose_import_raises(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """It is missing, whatever it raised; the error is named."""
+    """It is missing, after any error; the error is named."""
 
     class Failing:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -244,6 +247,43 @@ def test_a_release_that_nobody_tested(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_an_engine_that_is_off_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever has switched it off knows."""
+    """The operator switched it off."""
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     assert start(KVStoreConnector, caplog, mode="off")[1] == []
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+REGISTERED = """
+import sys
+from connector.plugin import register
+
+register()
+register()
+ours = [name for name in sys.modules if name.split(".")[0] in ("connector", "kvstore")]
+assert sorted(ours) == ["connector", "connector.plugin"], ours
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
+from connector import KVStoreConnector
+
+assert found is KVStoreConnector
+print("found")
+"""
+
+
+def test_the_package_names_its_plugin() -> None:
+    """Where the package is installed, vLLM finds the entry point in its own group."""
+    (ours,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "kvstore"]
+    assert ours.value == "connector.plugin:register"
+
+
+def test_registering_loads_nothing_of_ours() -> None:
+    """Any number of calls makes the name known; the connector is imported when it is requested, by any path."""
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERED], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "found"

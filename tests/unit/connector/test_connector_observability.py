@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from connector.scheduler.cache_events import BlockRun, PageEvent
-from connector.vllm.observability import ObservabilityHooks
+from connector.scheduler.cache_events import PageEvent
+from connector.vllm.observability import ObservabilityHooks, split_tokens
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import BLOCK, make_facts, make_shape
 
@@ -62,7 +64,8 @@ def test_a_worker_tells_what_it_counted_and_what_was_guarded() -> None:
     assert surface.get_kv_connector_stats() is None
 
 
-RUN = BlockRun(
+EVENT = PageEvent(
+    tier="redis",
     group=0,
     hashes=(b"one", b"two"),
     parent=b"none",
@@ -80,7 +83,7 @@ def as_told(*hashes: bytes) -> list[Any]:
     return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
 
 
-def events_of(*announcements: PageEvent) -> list[Any]:
+def events_of(*events: PageEvent) -> list[Any]:
     """As the events of a model whose one canonical group is fed by vLLM's groups 0 and 2."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -93,12 +96,12 @@ def events_of(*announcements: PageEvent) -> list[Any]:
     spec = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     specs = [SlidingWindowSpec(sliding_window=64, **spec), None, FullAttentionSpec(**spec)]
     groups = [SimpleNamespace(kv_cache_spec=made) for made in specs]
-    return list(to_events(announcements, shape, SimpleNamespace(kv_cache_groups=groups)))
+    return list(to_events(events, shape, SimpleNamespace(kv_cache_groups=groups)))
 
 
 def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
     """With everything that vLLM's own events say of the same blocks, the tier as medium, and us as owner."""
-    first, second = events_of(PageEvent(RUN, "redis"))
+    first, second = events_of(EVENT)
     assert (first.group_idx, second.group_idx) == (0, 2)
     assert (first.kv_cache_spec_kind, second.kv_cache_spec_kind) == ("sliding_window", "full_attention")
     assert (first.kv_cache_spec_sliding_window, second.kv_cache_spec_sliding_window) == (64, None)
@@ -116,8 +119,40 @@ def test_a_removed_page_names_its_blocks(tier: str, locality: str) -> None:
     """Hashes and groups are what a router needs to forget it."""
     from vllm.distributed.kv_events import BlockRemoved
 
-    events = events_of(PageEvent(BlockRun(0, RUN.hashes), tier, removed=True))
+    events = events_of(PageEvent(0, EVENT.hashes, tier, removed=True))
     assert [type(event) for event in events] == [BlockRemoved] * 2
     assert [event.group_idx for event in events] == [0, 2]
     assert all((event.medium, event.locality, event.ownership) == (tier, locality, "kvstore") for event in events)
     assert all(event.block_hashes == as_told(b"one", b"two") for event in events)
+
+
+TIERS = ("memory", "filesystem", "redis", "s3", "a tier of tomorrow")
+
+
+@pytest.mark.parametrize(
+    ("records", "shares"),
+    [
+        ({"memory": 4}, {"host": 2432}),
+        ({"filesystem": 1}, {"disk": 2432}),
+        ({"redis": 3, "s3": 1}, {"external_unspecified": 2432}),
+        ({"memory": 1, "redis": 3}, {"host": 608, "external_unspecified": 1824}),
+        ({}, {"external_unspecified": 2432}),
+    ],
+)
+def test_tiers_have_vllms_names(records: dict[str, int], shares: dict[str, int]) -> None:
+    """Memory is the host, the directory its disk, Redis and S3 are elsewhere; several share the hit by records."""
+    assert split_tokens(records, 2432) == shares
+
+
+@given(st.dictionaries(st.sampled_from(TIERS), st.integers(0, 1000)), st.integers(0, 1_000_000))
+def test_shares_add_up(records: dict[str, int], tokens: int) -> None:
+    """For any tiers: no token is lost, none comes twice, and no share is zero."""
+    shares = split_tokens(records, tokens)
+    assert sum(shares.values()) == tokens
+    assert all(share > 0 for share in shares.values())
+
+
+def test_vllm_knows_every_name() -> None:
+    """Where it asks for them: since 0.32."""
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="this vLLM does not ask")
+    assert all(sources.CacheHitSource(place) for tier in TIERS for place in split_tokens({tier: 1}, 128))

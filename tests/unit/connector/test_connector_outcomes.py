@@ -1,4 +1,4 @@
-"""What the store is told of each request, so that somebody can ask later why it was a miss."""
+"""The reports to the store on each request, so that `kvstore explain` can say why it was a miss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import pytest
 
 from connector.request_parameters import RequestFlags
 from connector.scheduler.facts import PromptFacts
+from connector.scheduler.outcomes import stop_of
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
+from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.testing.prompts import ATTENTION, WINDOWED
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import eventually, soon, tokens_of
 
@@ -24,7 +29,7 @@ def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
 
 
 def explained(at: SchedulerHarness, request_id: str) -> Mapping[str, Any]:
-    """What the store says of a request, once it was told."""
+    """The store's explanation of a request, once it was reported."""
     answers: list[Mapping[str, Any]] = []
 
     def is_told() -> bool:
@@ -62,7 +67,7 @@ def test_a_part_names_the_page_that_is_missing(at: SchedulerHarness) -> None:
 
 
 def test_nothing_there_and_the_same_tokens_under_a_salt(at: SchedulerHarness) -> None:
-    """A miss is no mystery when the same tokens were asked for with another salt, by anybody before."""
+    """The explanation of a miss names an earlier request with the same tokens and another salt."""
     at.new("a", 170)
     assert at.ask("a") == 0
     assert explained(at, "a")["reason"] == "nothing_stored"
@@ -100,14 +105,14 @@ def test_never_looked_up(tmp_path: Path, settings: dict[str, Any], prompt: dict[
 
 
 def test_a_short_prompt(at: SchedulerHarness) -> None:
-    """Shorter than a block: nobody's fault."""
+    """Shorter than a block."""
     at.new("a", 12)
     assert at.ask("a") == 0
     assert explained(at, "a")["reason"] == "too_short"
 
 
 def test_an_engine_without_cache(tmp_path: Path) -> None:
-    """The rank's refusal is told with each request."""
+    """The rank's refusal is reported with each request."""
     with unready_harness(tmp_path, {0: "a layout nobody knows"}) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
@@ -125,14 +130,14 @@ def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
 
 
 def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
-    """Nobody knows what was there: that is what is said."""
+    """It is not known what was stored, and the explanation says so."""
     with harness(tmp_path, lookup_timeout_ms=50) as at:
         at.store.held.add("lookup")
         at.new("a", 170)
         assert at.ask("a") == 0
         assert explained(at, "a")["reason"] in ("lookup_timeout", "lookup_failed")
         at.store.held.clear()
-        at.store.errors["lookup"] = Unavailable("nobody is there")
+        at.store.errors["lookup"] = Unavailable("no service is there")
         at.new("b", 170)
         assert at.ask("b") == 0
         assert explained(at, "b")["reason"] == "lookup_failed"
@@ -154,7 +159,7 @@ def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
 
 
 def test_cheaper_to_compute_has_its_numbers(at: SchedulerHarness) -> None:
-    """Both times are told, and how much there was."""
+    """Both times are reported, and how much was stored."""
     at.keep("a", 170)
     at.side.costs.prefill.observe([(0, 128)], 0.0001)
     for size in (128, 256, 384, 512) * 4:
@@ -192,5 +197,73 @@ def test_the_latest_requests_are_listed(at: SchedulerHarness) -> None:
     assert explained(at, "chatcmpl-f")["request"] == "chatcmpl-first"
     with pytest.raises(InvalidRequest, match=r"several requests start like that.*chatcmpl-first, chatcmpl-second"):
         at.bridge.run(lambda store: store.explain("chatcmpl", deadline=soon(), tenant=None))
-    with pytest.raises(InvalidRequest, match=r"no such request.*nobody"):
+    with pytest.raises(InvalidRequest, match=r"unknown request.*nobody"):
         at.bridge.run(lambda store: store.explain("nobody", deadline=soon(), tenant=None))
+
+
+HYBRID = Layout(16, (GroupLayout(FullAttention(), 2), GroupLayout(Recurrent(), 3)))
+PURE = Layout(16, (GroupLayout(Recurrent(), 1),))
+ALL = Layout(64, (*WINDOWED.groups, GroupLayout(Recurrent(), 1)))
+
+
+def stop(layout: Layout, groups: dict[int, int], *, cap: int, resumed: int = 0) -> tuple[int, int] | None:
+    """The stop's tokens and groups, of boundaries every 16 tokens, where `groups` were complete and no others."""
+    seen = [
+        (Boundary(tokens, PrefixHash(tokens.to_bytes(32, "little"))), groups.get(tokens, 0))
+        for tokens in range(16, cap + 33, 16)
+    ]
+    found = stop_of(layout, seen, resume_tokens=resumed, cap_tokens=cap)
+    return (found[0].tokens, found[1]) if found is not None else None
+
+
+def test_attention_stops_at_the_next_page() -> None:
+    """The first page that is not there; without one the last boundary."""
+    assert stop(ATTENTION, {64: 1}, cap=192, resumed=64) == (128, 0)
+    assert stop(ATTENTION, {}, cap=192) == (64, 0)
+    assert stop(ATTENTION, {}, cap=48) == (48, 0)
+    assert stop(ATTENTION, {64: 1, 128: 1, 192: 1}, cap=192, resumed=192) is None
+
+
+def test_a_hybrid_stops_where_its_state_is_missing() -> None:
+    """Pages reach token 96, and no boundary has a state: the one at 96 would have helped most, not the one at
+    16, which no engine saves.
+    """
+    pages = dict.fromkeys(range(16, 97, 16), 0b01)
+    assert stop(HYBRID, pages, cap=160) == (96, 0b01)
+    assert stop(HYBRID, {**pages, 64: 0b11}, cap=160, resumed=64) == (96, 0b01)
+    assert stop(HYBRID, dict.fromkeys(range(16, 193, 16), 0b01), cap=160) == (160, 0b01), "not beyond what is useful"
+
+
+def test_a_hybrid_stops_at_the_next_page_where_pages_end() -> None:
+    """Pages and state end together: the next page is what is missing, with anything or nothing behind the gap."""
+    pages = dict.fromkeys(range(16, 65, 16), 0b01) | {64: 0b11}
+    assert stop(HYBRID, pages, cap=160, resumed=64) == (80, 0)
+    assert stop(HYBRID, {**pages, 96: 0b01, 112: 0b01}, cap=160, resumed=64) == (80, 0)
+    assert stop(HYBRID, {}, cap=160) == (16, 0)
+    assert stop(HYBRID, {32: 0b10}, cap=160) == (16, 0), "a state without pages"
+
+
+def test_states_alone() -> None:
+    """Nothing but states: the furthest one is missing."""
+    assert stop(PURE, {}, cap=160) == (160, 0)
+    assert stop(PURE, {64: 1}, cap=160, resumed=64) == (160, 0)
+
+
+def test_a_window_stops_at_its_own_missing_page() -> None:
+    """Attention reaches token 256; of the window's pages only those that its end needs could be missing: not the first
+    page, which left the window long before, but the one before the last.
+    """
+    window = SlidingWindow(100)
+    assert window.needed_from(256) == 157
+    full = dict.fromkeys((64, 128, 192, 256), 0b01)
+    assert stop(WINDOWED, {**full, 256: 0b11}, cap=256) == (192, 0b01)
+    assert stop(WINDOWED, {**full, 192: 0b11}, cap=256) == (256, 0b01)
+    assert stop(WINDOWED, {64: 0b01, 128: 0b01}, cap=256) == (64, 0b01), "resuming at 128 needs tokens from 29 on"
+    assert stop(WINDOWED, {}, cap=256) == (64, 0)
+
+
+def test_all_kinds_together() -> None:
+    """The window has what it needs, the state is missing."""
+    there = dict.fromkeys((64, 128, 192), 0b011)
+    assert stop(ALL, there, cap=256) == (192, 0b011)
+    assert stop(ALL, {**there, 128: 0b001}, cap=256) == (128, 0b001)

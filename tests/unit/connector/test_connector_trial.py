@@ -36,7 +36,7 @@ def compute(made: SchedulerHarness, name: str, *, request_id: str | None = None)
     assert made.ask(request_id) == 0
     tables = {request_id: [tuple(range(100, 164))]}
     jobs = made.side.plan_step(StepFacts({request_id: 70}, tables, computed_tokens={request_id: 0}))
-    return jobs.audit.records
+    return jobs.audits
 
 
 def answer(made: SchedulerHarness, *jobs: AuditJob, partial: bool = False, differs: bool = False) -> None:
@@ -56,7 +56,7 @@ def test_nothing_is_loaded_until_the_first_resume_points_were_equal(untested: Sc
     untested.new("again", 70, "p0")
     assert untested.ask("again") == 64
     (load,) = untested.admit("again", 64).loads
-    assert load.audited
+    assert load.read_back
     untested.finished("again")
     assert untested.side.meters.get("connector_audits") == TRIAL_POINTS
 
@@ -106,9 +106,7 @@ def test_a_tested_release_loads_at_once_whatever_an_audit_finds(tmp_path: Path) 
         made.keep("a", 70)
         made.new("r", 70, "a")
         assert made.ask("r") == 0
-        (job,) = made.side.plan_step(
-            StepFacts({"r": 70}, {"r": [range(100, 164)]}, computed_tokens={"r": 0})
-        ).audit.records
+        (job,) = made.side.plan_step(StepFacts({"r": 70}, {"r": [range(100, 164)]}, computed_tokens={"r": 0})).audits
         answer(made, job, differs=True)
         assert made.side.is_ready
 
@@ -162,7 +160,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
 
 
 def test_saves_that_are_answered_in_time() -> None:
-    """Whoever answers one after the other is slow, not silent; nor is an engine that makes few steps."""
+    """Ranks that answer one save after the other are slow, not silent. Nor is an engine that makes few steps."""
     clock, oldest, abandoned = Clock(), [0], []  # type: ignore[var-annotated]
 
     class Answered:

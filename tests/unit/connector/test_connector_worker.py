@@ -24,7 +24,7 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
 from tests.unit.connector.device_contract import LAYOUTS, Cache
-from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     BLOCK,
     LoopBridge,
@@ -201,7 +201,7 @@ def test_no_page_of_memory_no_waiting(rank: Make) -> None:
     assert threads is not None and saver is not None
     saver._pages._limit_bytes = PAGE_BYTES
     for _ in range(source.side._num_threads):
-        for pool in (threads._spare, threads._normal):
+        for pool in (threads._low, threads._normal):
             pool._executor.submit(go_on.wait, 10)
     start = time.monotonic()
     source.side.save(source.jobs((64, 128)))
@@ -222,7 +222,7 @@ def stuck(source: Rank) -> Callable[[], None]:
     gate, threads = threading.Event(), source.side._save_threads
     assert threads is not None
     for _ in range(source.side._num_threads):
-        threads._spare._executor.submit(gate.wait, 60)
+        threads._low._executor.submit(gate.wait, 60)
     return gate.set
 
 
@@ -327,14 +327,15 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     threads, saver = source.side._save_threads, source.side.saver
     assert saver is not None and threads is not None
     saver._losses.report = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
-    for pool in (threads._spare, threads._normal):
-        pool._used_bytes = pool._limit_bytes  # others hold all of it
+    budgets = [pool._budget for pool in (threads._low, threads._normal)]
+    grants = [budget.try_take(budget.limit_bytes) for budget in budgets]  # others hold all of it
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
     assert told == ["save_busy"]
-    for pool in (threads._spare, threads._normal):
-        pool._used_bytes = 0
+    for budget, grant in zip(budgets, grants, strict=True):
+        assert grant is not None
+        budget.give_back(grant)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")

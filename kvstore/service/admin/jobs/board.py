@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 
 from kvstore.errors import Closed, KVStoreError
 from kvstore.runtime.background import Background
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.jobs.job import KEEP_S, Job, JobKeeper, JobKind, JobProgress, JobState, JobStatus, status_of
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
@@ -38,13 +38,11 @@ class JobBoard:
     """All jobs of this service. Belongs to the administration's loop.
 
     Args:
-        clock: For times.
         keeper: Stores jobs, so that the next service can list those that were interrupted; `None`: there is no place to
             store them.
     """
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK, keeper: JobKeeper | None = None) -> None:
-        self._clock = clock
+    def __init__(self, keeper: JobKeeper | None) -> None:
         self._keeper = keeper
         self._jobs: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -71,7 +69,7 @@ class JobBoard:
             detail = f"{len(own)} of your jobs are running, and {len(running)} in all: wait for one, or cancel it"
             raise Refused(429, detail, headers={"Retry-After": str(_BUSY_S)})
         # not from a seeded generator, so that ids cannot be guessed
-        id_, created_s = secrets.token_hex(_ID_BYTES), self._clock.wall_ms() // 1000
+        id_, created_s = secrets.token_hex(_ID_BYTES), SYSTEM_CLOCK.wall_ms() // 1000
         progress = JobProgress(done=0, total=None, unit=unit)
         job = Job(id_, kind, grant.tenant, dict(about), is_dry_run, created_s, progress, who=grant.name)
         try:
@@ -111,14 +109,14 @@ class JobBoard:
     def _ended(self, job: Job) -> None:
         if job.state is JobState.RUNNING:  # cancelled before it began
             job.state = JobState.CANCELLED
-        job.ended_s = self._clock.wall_ms() // 1000
+        job.ended_s = SYSTEM_CLOCK.wall_ms() // 1000
         self._tasks.pop(job.id, None)
         values = job.id, job.kind.value, job.state.value, job.is_dry_run, job.progress.done, job.progress.unit, job.who
         _audit.info("job=%s kind=%s state=%s dry_run=%s done=%d unit=%s who=%r", *values)
         self._forget_old(job.tenant)
 
     def _forget_old(self, tenant: str | None) -> None:
-        now_s = self._clock.wall_ms() // 1000
+        now_s = SYSTEM_CLOCK.wall_ms() // 1000
         ended = [job for job in self._jobs.values() if job.ended_s is not None]
         old = [job for job in ended if job.ended_s is not None and job.ended_s + _KEPT_S < now_s]
         own = [job for job in ended if job.tenant == tenant]

@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
-from kvstore.store.explaining import ToldOutcome
-from kvstore.store.reasons import REASONS, UNKNOWN, result_of
+from kvstore.store.explain.explainer import ReportedOutcome
+from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 
 __all__ = ["router"]
 
@@ -101,7 +102,7 @@ async def show_history(
     step_s = hours * 3600 // _STEPS
     is_all = grant.tenant is None
     samples = context.service.history.samples() if is_all else await _samples_of(context, grant)
-    window = window_of(samples, now_ms=context.clock.wall_ms(), num_steps=_STEPS, step_s=max(step_s, STEP_S))
+    window = window_of(samples, now_ms=SYSTEM_CLOCK.wall_ms(), num_steps=_STEPS, step_s=max(step_s, STEP_S))
     results, reasons, nothing = _sums(window, _RESULT), _sums(window, _REASON), window.of("")
     return HistoryFound(
         of="service" if is_all else "tenant",
@@ -124,13 +125,13 @@ async def show_history(
 async def _samples_of(context: AdminContext, grant: Grant) -> list[Sample]:
     """A tenant's own requests, as the service would have counted them."""
 
-    async def outcomes(_: object) -> list[ToldOutcome]:
+    async def outcomes(_: object) -> list[ReportedOutcome]:
         return context.operations.outcomes(grant.tenant)
 
     return [_sample(told) for told in await context.data_loop.call(outcomes)]
 
 
-def _sample(told: ToldOutcome) -> Sample:
+def _sample(told: ReportedOutcome) -> Sample:
     outcome = told.outcome
     reason = told.reason if told.reason in REASONS else "other"
     local = min(outcome.local_tokens, outcome.resume_tokens)
