@@ -327,14 +327,15 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     threads, saver = source.side._save_threads, source.side.saver
     assert saver is not None and threads is not None
     saver._losses.report = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
-    for pool in (threads._low, threads._normal):
-        pool._used_bytes = pool._limit_bytes  # others hold all of it
+    budgets = [pool._budget for pool in (threads._low, threads._normal)]
+    grants = [budget.try_take(budget.limit_bytes) for budget in budgets]  # others hold all of it
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
     assert told == ["save_busy"]
-    for pool in (threads._low, threads._normal):
-        pool._used_bytes = 0
+    for budget, grant in zip(budgets, grants, strict=True):
+        assert grant is not None
+        budget.give_back(grant)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
