@@ -15,9 +15,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.service.authentication import Credentials, CredentialsFile
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.reasons import REASONS, UNKNOWN
-from kvstore.store.standing_orders import Retirement
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
+from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["STEP_S", "History", "Sample", "Watcher", "Window", "window_of"]
@@ -101,8 +101,6 @@ def window_of(samples: Iterable[Sample], *, now_ms: int, num_steps: int, step_s:
     Args:
         samples: In any order; those outside the window are ignored.
         now_ms: End of the window, rounded up to a whole step.
-        num_steps: Number of steps.
-        step_s: Length of a step.
     """
     step_ms = step_s * 1000
     last = -(-now_ms // step_ms)
@@ -147,11 +145,7 @@ class Watcher:
     loop. A step requests the usage of each tier once.
 
     Args:
-        store: The store to watch.
-        history: Where samples go.
-        events: Where events go.
         credentials: Reloads of these become events.
-        step_s: The time between two steps.
         clock: For the time of day.
     """
 
@@ -173,8 +167,9 @@ class Watcher:
         self._background = Background("watcher")
         self._before: Mapping[str, float] = store.meters.snapshot()
         self._rules: Mapping[str, str] = {}
-        self._credentials = credentials if isinstance(credentials, CredentialsFile) else None
-        self._credentials_read = self._num_read()
+        self._credentials = credentials.file if isinstance(credentials, CredentialsFile) else None
+        self._num_loaded = self._credentials.num_loaded if self._credentials is not None else 0
+        self._num_refused = 0
         self._orders = self._operator_rules()
 
     def start(self) -> None:
@@ -199,7 +194,11 @@ class Watcher:
         status = await self._store.status(deadline=deadline)
         tier_bytes, away = _tiers(status)
         self._history.unmeasured = frozenset(name for name, held in tier_bytes.items() if held is None)
-        known = {name: self._history.held.get(name) if held is None else held for name, held in tier_bytes.items()}
+        held_bytes = {
+            name: num_bytes
+            for name, held in tier_bytes.items()
+            if (num_bytes := self._history.held.get(name) if held is None else held) is not None
+        }
         now = self._store.meters.snapshot()
         grown = _grown(self._before, now)
         counts = {
@@ -207,7 +206,7 @@ class Watcher:
             for key, amount in now.items()
             if key.partition("{")[0] in _KEPT and amount > self._before.get(key, 0)
         }
-        self._history.add(Sample(self._clock.wall_ms(), counts, _without_none(known), frozenset(away)))
+        self._history.add(Sample(self._clock.wall_ms(), counts, held_bytes, frozenset(away)))
         self._add_events(grown)
         self._add_catalog_event(self._before.get("catalog_complete"), now.get("catalog_complete"))
         self._add_rule_events(status)
@@ -232,8 +231,8 @@ class Watcher:
             text = f"Redis no longer has {int(amount)} records: evicted, flushed, or lost in a restart"
             self._events.add(EventKind.EVICTED, text, detail={"tier": "redis", "num_records": int(amount)})
         for labels, amount in grown.get("saves", []):
-            if (said := _REFUSED.get(labels.get("outcome", ""))) is not None:
-                self._events.add(EventKind.SAVES_DROPPED, f"{int(amount)} {said}", detail={"records": int(amount)})
+            if (refused := _REFUSED.get(labels.get("outcome", ""))) is not None:
+                self._events.add(EventKind.SAVES_DROPPED, f"{int(amount)} {refused}", detail={"records": int(amount)})
         for labels, amount in grown.get("saves_lost", []):
             reason = labels.get("reason", "other")
             text = f"{int(amount)} records of engines are missing: {REASONS.get(reason, UNKNOWN).why}"
@@ -260,24 +259,20 @@ class Watcher:
                 self._events.add(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
         self._rules = dict(rules)
 
-    def _num_read(self) -> tuple[int, int]:
-        return (
-            (self._credentials.file.num_loaded, self._credentials.file.num_refused)
-            if self._credentials is not None
-            else (0, 0)
-        )
-
     def _add_credentials_event(self) -> None:
-        before, self._credentials_read = self._credentials_read, self._num_read()
-        if self._credentials_read[0] > before[0]:
-            detail = {"tokens": self._credentials.num_tokens if self._credentials is not None else 0}
+        if self._credentials is None:
+            return
+        before, self._num_loaded = self._num_loaded, self._credentials.num_loaded
+        refused_before, self._num_refused = self._num_refused, self._credentials.num_refused
+        if self._num_loaded > before:
+            detail = {"tokens": self._credentials.value.num_tokens}
             self._events.add(EventKind.SETTINGS, "reloaded the credentials", detail=detail)
-        elif self._credentials_read[1] > before[1]:
+        elif self._num_refused > refused_before:
             text = "invalid credentials file; keeping the previous credentials. The log says what is wrong"
             self._events.add(EventKind.SETTINGS, text)
 
     def _operator_rules(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
-        orders = self._store.operations.orders
+        orders = self._store.operations.operator_rules
         return (orders.quotas, orders.retired) if orders is not None else ({}, {})
 
     def _add_operator_events(self) -> None:
@@ -313,10 +308,6 @@ def _tiers(status: Mapping[str, object]) -> tuple[dict[str, int | None], set[str
     assert isinstance(tiers, Mapping)
     held = {name: tier["used_bytes"] for name, tier in tiers.items() if tier["healthy"]}
     return held, {name for name, tier in tiers.items() if not tier["healthy"]}
-
-
-def _without_none(held: Mapping[str, int | None]) -> dict[str, int]:
-    return {name: num_bytes for name, num_bytes in held.items() if num_bytes is not None}
 
 
 def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:

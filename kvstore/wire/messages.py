@@ -6,10 +6,10 @@ exactly once, by its reply message or by `Error`; `StageProgress` may come befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
 from kvstore import errors
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
@@ -25,16 +25,28 @@ _WHOLE_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages. A class with a `type`, its name on the wire, is a message."""
+    """Base of all messages; `type` is the name on the wire."""
 
     type: ClassVar[str] = ""
 
-    def __init_subclass__(cls) -> None:
-        if "type" in cls.__dict__:
-            MESSAGE_TYPES[cls.type] = cls  # `slots` makes each class twice: the second one stays
+
+Made = TypeVar("Made", bound=Message)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
+def wire_message(kind: str) -> Callable[[type[Made]], type[Made]]:
+    """Make a class a message: a frozen dataclass with slots, found by its name on the wire."""
+
+    def made(cls: type[Made]) -> type[Made]:
+        cls = dataclass(frozen=True, slots=True)(cls)
+        cls.type = kind
+        MESSAGE_TYPES[kind] = cls
+        return cls
+
+    return made
+
+
+@wire_message("hello")
 class Hello(Message):
     """First frame of a client.
 
@@ -45,14 +57,13 @@ class Hello(Message):
         client: A readable name for logs, e.g. `pid 17`.
     """
 
-    type: ClassVar[str] = "hello"
     version: int
     token: str = ""
     role: str = "control"
     client: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("welcome")
 class Welcome(Message):
     """First frame of the service.
 
@@ -68,7 +79,6 @@ class Welcome(Message):
         losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
     """
 
-    type: ClassVar[str] = "welcome"
     version: int
     release: str
     max_payload_bytes: int
@@ -81,11 +91,10 @@ class Welcome(Message):
     losses: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("refused")
 class Refused(Message):
     """The reason why the service ends this connection; nothing follows. `kind` is a class name of `kvstore.errors`."""
 
-    type: ClassVar[str] = "refused"
     kind: str
     message: str
 
@@ -105,23 +114,20 @@ class Reply(Message):
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("open_namespace")
 class OpenNamespace(Request):
-    type: ClassVar[str] = "open_namespace"
     description: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("namespace_opened")
 class NamespaceOpened(Reply):
-    type: ClassVar[str] = "namespace_opened"
     namespace: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("lookup")
 class Lookup(Request):
     """Asks for a prompt. `tokens` holds a u32 per boundary, `prefixes` 32 bytes per boundary."""
 
-    type: ClassVar[str] = "lookup"
     namespace: bytes
     tokens: bytes
     prefixes: bytes
@@ -130,11 +136,10 @@ class Lookup(Request):
     step_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("looked_up")
 class LookedUp(Reply):
     """`masks`: `mask_bytes` little-endian bytes per boundary; `offers`: per resume point a map from tier to bytes."""
 
-    type: ClassVar[str] = "looked_up"
     resume_tokens: int
     mask_bytes: int
     masks: bytes
@@ -142,24 +147,22 @@ class LookedUp(Reply):
     silent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("stage")
 class Stage(Lookup):
     """`packed`: the client knows the namespace's layout, and reads `chosen` in the answer."""
 
-    type: ClassVar[str] = "stage"
     packed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("stage_progress")
 class StageProgress(Reply):
     """Sent before the reply to `Stage`: `num_bytes` are staged so far; `working`: it is worked on, bytes or not."""
 
-    type: ClassVar[str] = "stage_progress"
     num_bytes: int
     working: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("staged")
 class Staged(Reply):
     """`lease` is empty for nothing staged. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`, 2 u32 in `spans`.
 
@@ -167,7 +170,6 @@ class Staged(Reply):
     per boundary of the request, set when all slices of the group's record there are staged.
     """
 
-    type: ClassVar[str] = "staged"
     lease: bytes
     resume_tokens: int
     namespace: bytes
@@ -181,23 +183,20 @@ class Staged(Reply):
     chosen: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("renew")
 class Renew(Request):
-    type: ClassVar[str] = "renew"
     lease: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("renewed")
 class Renewed(Reply):
-    type: ClassVar[str] = "renewed"
     alive: bool
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("load")
 class Load(Request):
     """`arena` is the id of the shared memory that the client has mapped: a record in it need not be sent."""
 
-    type: ClassVar[str] = "load"
     lease: bytes
     namespace: bytes
     prefix: bytes
@@ -206,58 +205,50 @@ class Load(Request):
     arena: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("loaded")
 class Loaded(Reply):
     """The frame's payload is the record; if `stamp` is not zero, the record is in the arena of the request instead."""
 
-    type: ClassVar[str] = "loaded"
     offset: int = 0
     num_bytes: int = 0
     stamp: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("share_arena")
 class ShareArena(Request):
     """Asks for the descriptor of the service's arena; on a Unix socket only."""
 
-    type: ClassVar[str] = "share_arena"
 
-
-@dataclass(frozen=True, slots=True)
+@wire_message("arena_shared")
 class ArenaShared(Reply):
     """The descriptor comes with this frame, as ancillary data."""
 
-    type: ClassVar[str] = "arena_shared"
     arena: bytes
     capacity_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("save")
 class Save(Request):
     """The frame's payload is the record. An unknown `retention` is treated as `normal`."""
 
-    type: ClassVar[str] = "save"
     ack: str
     retention: str = "normal"
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("saved")
 class Saved(Reply):
-    type: ClassVar[str] = "saved"
     outcome: str
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("release")
 class Release(Message):
     """Not answered."""
 
-    type: ClassVar[str] = "release"
     lease: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("discard")
 class Discard(Request):
-    type: ClassVar[str] = "discard"
     namespace: bytes
     prefix: bytes
     group: int
@@ -265,12 +256,12 @@ class Discard(Request):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("discarded")
 class Discarded(Reply):
-    type: ClassVar[str] = "discarded"
+    """The record is quarantined."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("outcome")
 class Outcome(Message):
     """Not answered. `namespace`, `stop_prefix`, `first` and `content` are empty for none; `groups` is little-endian.
 
@@ -278,7 +269,6 @@ class Outcome(Message):
         age_ms: How long before it was sent this happened, so that clocks need not agree.
     """
 
-    type: ClassVar[str] = "outcome"
     request: str
     namespace: bytes
     prompt_tokens: int
@@ -295,55 +285,50 @@ class Outcome(Message):
     age_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("explain")
 class Explain(Request):
-    type: ClassVar[str] = "explain"
     request: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("explained")
 class Explained(Reply):
-    type: ClassVar[str] = "explained"
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("status")
 class Status(Request):
-    type: ClassVar[str] = "status"
+    """Asks for the status of the service."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("status_reply")
 class StatusReply(Reply):
-    type: ClassVar[str] = "status_reply"
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("ping")
 class Ping(Request):
-    type: ClassVar[str] = "ping"
+    """Asks whether the service's loop runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("pong")
 class Pong(Reply):
-    type: ClassVar[str] = "pong"
+    """Answers `Ping`."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("cancel")
 class Cancel(Message):
     """The client no longer needs the answer to request `id`; it is answered all the same. Unknown ids are ignored."""
 
-    type: ClassVar[str] = "cancel"
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("error")
 class Error(Reply):
     """Answers a failed request. `kind` is a class name of `kvstore.errors`; an unknown one means `InternalError`.
 
     `code` distinguishes cases of a kind on which a program acts. It is empty for most; unknown codes are ignored.
     """
 
-    type: ClassVar[str] = "error"
     kind: str
     message: str
     code: str = ""

@@ -1,5 +1,5 @@
-"""A service with an hour behind it: prompts of two tenants in a real Redis and a directory, lookups, stages, outcomes,
-evicted and broken records. All real but the clock of its history.
+"""A service with an hour of history: prompts of two tenants in a real Redis and a directory, lookups, stages, reports,
+evicted and corrupt records. Only the clock of its history is not real.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HourAgo:
 
 @asynccontextmanager
 async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarness]:
-    """Served to its own user, without tokens."""
+    """The service, without tokens."""
     async with Redis(host=redis.host, port=redis.port) as client:
         await client.flushdb()
     hot = f"redis://{redis.host}:{redis.port}"
@@ -60,12 +60,12 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
         await made.settle()
         uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]
         await made.catalog.use(RED.namespace, uses, deadline=soon())
-        tell_of_a_bad_night(made)
-        await give_it_work(made)
+        add_events(made)
+        await run_jobs(made)
         yield made
 
 
-async def give_it_work(made: ServiceHarness) -> None:
+async def run_jobs(made: ServiceHarness) -> None:
     """Jobs that have ended, and one that takes minutes."""
     async with made.client() as client:
         for path in ("/v1/gc", "/v1/tiers/hot/reindex", "/v1/tiers/cold/drain"):
@@ -100,7 +100,7 @@ async def use(made: ServiceHarness, number: int) -> None:
         made.store.report(told)
 
 
-def tell_of_a_bad_night(made: ServiceHarness) -> None:
+def add_events(made: ServiceHarness) -> None:
     """What tests of their own make happen for real; here it is there to be looked at."""
     tell, about = made.store.events.add, RED.namespace.hex()
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})

@@ -38,7 +38,7 @@ async def test_every_view_shows_its_data(made: ServiceHarness, visiting: Visitin
 
 
 async def test_numbers_are_the_services(made: ServiceHarness, visiting: Visiting) -> None:
-    """Tiles, charts and tables tell what the routes tell."""
+    """Tiles, charts and tables show the numbers that the routes return."""
     async with made.client() as client, visiting(made.url) as visit:
         history = (await client.get("/v1/history")).json()
         await visit.open("overview")
@@ -58,7 +58,7 @@ async def test_numbers_are_the_services(made: ServiceHarness, visiting: Visiting
 
 
 async def test_a_request_is_explained(made: ServiceHarness, visiting: Visiting) -> None:
-    """A click on a recent request: the words of docs/explain.md, as the route tells them."""
+    """A click on a recent request shows the explanation that the route returns."""
     request, stop = "chatcmpl-asked-for", replace(RED, name="never seen").boundary(64)
     made.store.report(Outcome(request, RED.namespace, 336, 336, 0, 0, "nothing_stored", stop=stop, tenant="red"))
     async with made.client() as client, visiting(made.url) as visit:
@@ -74,8 +74,8 @@ async def test_a_request_is_explained(made: ServiceHarness, visiting: Visiting) 
 
 
 async def test_a_prefix_is_pinned_and_deleted(made: ServiceHarness, visiting: Visiting) -> None:
-    """Down the tree to the end of a prompt: pinned, its deletion refused; unpinned, tried dry, then deleted for good.
-    What was done is among the events at once, without asking again.
+    """Down the tree to the end of a prompt: pinned, its deletion is refused; unpinned, it is deleted after a dry run.
+    An open events view shows each change at once.
     """
     end = RED.boundary(RED.num_tokens).prefix.hex()
     path = f"/v1/prefixes/{RED.namespace.hex()}/{end}"
@@ -116,7 +116,9 @@ async def test_a_prefix_is_pinned_and_deleted(made: ServiceHarness, visiting: Vi
 
 
 async def test_a_namespace_is_shown_in_full(made: ServiceHarness, visiting: Visiting) -> None:
-    """All fields of its description; its deletion is tried dry, and cancelled; of what is unused there is none."""
+    """All fields of its description. Its deletion is cancelled after the dry run, and there is nothing unused to
+    delete.
+    """
     async with made.client() as client, visiting(made.url, width=390) as visit:
         await visit.open("tenants")
         await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
@@ -135,7 +137,7 @@ async def test_a_namespace_is_shown_in_full(made: ServiceHarness, visiting: Visi
 
 
 async def test_two_namespaces_are_compared_side_by_side(made: ServiceHarness, visiting: Visiting) -> None:
-    """From the page of one, another one is chosen: the fields that differ, with both values, and no others."""
+    """A second namespace is chosen: only the fields that differ are shown, with both values."""
     async with visiting(made.url) as visit:
         await visit.open("tenants")
         await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
@@ -148,7 +150,7 @@ async def test_two_namespaces_are_compared_side_by_side(made: ServiceHarness, vi
 
 
 async def test_one_request_has_a_link(made: ServiceHarness, visiting: Visiting) -> None:
-    """The address while a request is explained leads to that explanation again; closed, it is that of the view."""
+    """While an explanation is open, the address leads to it; closed, the address is that of the view."""
     made.store.report(Outcome("to be linked", RED.namespace, 336, 336, 0, 0, "too_short", tenant="red"))
     async with visiting(made.url) as visit:
         await visit.open("misses")
@@ -164,7 +166,7 @@ async def test_one_request_has_a_link(made: ServiceHarness, visiting: Visiting) 
 
 
 async def test_colours_are_chosen_and_kept(made: ServiceHarness, visiting: Visiting) -> None:
-    """The toggle beats the system's choice, and a reload remembers; the keyboard alone reaches it."""
+    """The toggle overrides the system's colours, a reload keeps the choice, and the keyboard reaches the toggle."""
     shade = "getComputedStyle(document.body).backgroundColor"
     async with visiting(made.url) as visit:
         await visit.open("overview")
@@ -178,7 +180,7 @@ async def test_colours_are_chosen_and_kept(made: ServiceHarness, visiting: Visit
 
 
 async def test_nothing_that_was_stored_becomes_html(made: ServiceHarness, visiting: Visiting) -> None:
-    """An engine's request id that is markup is shown as it is, and the policy refuses what a script would inject."""
+    """A request id that contains markup is shown as text, and the policy refuses injected HTML."""
     name = "<img src=x onerror=alert(1)>"
     made.store.report(Outcome(name, None, 10, 10, 0, 0, "<b>odd</b>", tenant="red"))
     async with visiting(made.url, expected="TrustedHTML") as visit:

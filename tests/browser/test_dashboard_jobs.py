@@ -1,4 +1,4 @@
-"""Jobs on the dashboard: started where they belong, tried dry, watched while they run, cancelled."""
+"""Jobs on the dashboard: started, with a dry run where they delete, watched, cancelled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def made(folder: Path) -> AsyncIterator[ServiceHarness]:
-    """A directory with a prompt of retired weights, one that stays, and one to read slowly."""
+    """A directory with a prompt of retired weights, one of current weights, and one that is slow to read."""
     async with open_service(folder, with_tokens=False) as opened:
         for prompt in (OLD, prompt_of("new"), LARGE):
             await opened.save(prompt)
@@ -49,7 +49,7 @@ def row_of(visit: Visit, name: str) -> Locator:
 
 
 async def test_a_job_is_watched_and_cancelled(made: ServiceHarness, visiting: Visiting) -> None:
-    """One that runs: its bar moves by itself; its end is asked for, confirmed, and seen at once."""
+    """A running job's bar moves by itself; cancelling it needs a confirmation, and its end is shown at once."""
     async with made.client() as client, visiting(made.url) as visit:
         job = (await client.post("/v1/tiers/cold/verify", params=SLOW)).json()["job"]
         await visit.open("jobs")
@@ -75,7 +75,7 @@ async def test_a_job_is_watched_and_cancelled(made: ServiceHarness, visiting: Vi
 
 
 async def moved(place: Locator) -> None:
-    """Wait until a bar has gone on while it is looked at."""
+    """Wait until a bar moves."""
     bar = place.get_by_role("progressbar")
     before = await bar.evaluate("(one) => one.value")
     async with asyncio.timeout(60):
@@ -83,8 +83,8 @@ async def moved(place: Locator) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_garbage_is_tried_dry_and_collected(made: ServiceHarness, visiting: Visiting) -> None:
-    """What would go is shown by reason, and still there; a second click deletes it, and both jobs are listed."""
+async def test_garbage_is_collected_after_a_dry_run(made: ServiceHarness, visiting: Visiting) -> None:
+    """The dry run shows by reason what would be deleted; a second click deletes it, and both jobs are listed."""
     path = f"/v1/namespaces/{OLD.namespace.hex()}"
     async with made.client() as client, visiting(made.url) as visit:
         await visit.open("jobs")
@@ -105,8 +105,8 @@ async def test_garbage_is_tried_dry_and_collected(made: ServiceHarness, visiting
 
 
 async def test_work_on_a_tier(made: ServiceHarness, folder: Path, visiting: Visiting) -> None:
-    """Each is confirmed and shown until it has ended, a damaged record by its name; a paused write-back cannot be
-    drained, and is resumed.
+    """Each job is confirmed and shown until it ends. A corrupt record is named. A paused write-back cannot be drained
+    until it is resumed.
     """
     name = format_name(LARGE.key(64))
     path = folder / "records" / name

@@ -34,9 +34,7 @@ async def fill(visit: Visit, **texts: str) -> None:
 
 
 async def check_sizes(visit: Visit) -> None:
-    """The same text is the same number of bytes, or none, in the page and in the command line; what is written for a
-    number is read as it.
-    """
+    """The page and the command line parse a size in the same way, and parse the text that the page writes."""
 
     def read(text: str) -> int | None:
         try:
@@ -53,7 +51,7 @@ async def check_sizes(visit: Visit) -> None:
 
 
 async def test_a_quota_is_set_and_withdrawn(made: ServiceHarness, visiting: Visiting) -> None:
-    """Typed as the command line takes it, shown once more before it is ordered; withdrawn, the settings count again."""
+    """A quota is typed as on the command line, confirmed and set; when it is withdrawn, the settings apply again."""
     async with made.client() as client, visiting(made.url) as visit:
         page = visit.page
         (before,) = (await client.get("/v1/quotas")).json()["quotas"]
@@ -79,9 +77,9 @@ async def test_a_quota_is_set_and_withdrawn(made: ServiceHarness, visiting: Visi
         assert (await client.get("/v1/quotas/red")).json() == before
 
 
-async def test_what_is_typed_wrong_is_named(made: ServiceHarness, visiting: Visiting) -> None:
-    """By the page where it can tell, else by the service: the field is marked, what was typed stays, nothing is set.
-    Put right, it is: for a tenant that holds nothing yet, under an awkward name.
+async def test_wrong_input_is_marked(made: ServiceHarness, visiting: Visiting) -> None:
+    """The page or the service finds the mistake: the field is marked, the input stays, and nothing is set. Corrected,
+    the quota is set, also for a new tenant with special characters.
     """
     async with made.client() as client, visiting(made.url, expected="422") as visit:
         page, before = visit.page, (await client.get("/v1/quotas")).json()

@@ -1,4 +1,4 @@
-"""The dashboard where there is nothing, where something is wrong, and where a token is needed."""
+"""The dashboard of an empty store, of failing tiers and services, and with tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VIEWS = ("overview", "misses", "prefixes", "tenants", "tiers", "jobs", "events")
 
 
 async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting, shared_redis: RedisServer) -> None:
-    """No engine was ever there: every view says so, and none is broken."""
+    """Without any engine every view shows a hint, and none is broken."""
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
     hot = f"redis://{shared_redis.host}:{shared_redis.port}"
@@ -33,7 +33,7 @@ async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting
 
 
 async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
-    """Without one, with a wrong one, with a tenant's, and after it was forgotten: the tenant sees its own things."""
+    """Without a token, with a wrong one, with a tenant's, and after it was removed. A tenant sees only its own data."""
     async with open_service(tmp_path) as made, visiting(made.url, expected="401") as visit:
         await made.save(prompt_of("a", "red"))
         await made.save(prompt_of("b", "blue"))
@@ -58,7 +58,7 @@ async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
 
 
 async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Visiting) -> None:
-    """A deletion with a token for reading: refused, in words, and nothing is gone."""
+    """A deletion with a read token is refused with a message, and nothing is deleted."""
     async with open_service(tmp_path) as made, visiting(made.url, expected="40[13]") as visit:
         prompt = await made.save(prompt_of("a", "red"))
         await visit.open("prefixes", "#token")
@@ -71,9 +71,9 @@ async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Vis
         assert await visit.page.get_by_role("button", name="Delete for good").is_disabled()
 
 
-async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visiting) -> None:
-    """A Redis is killed: the events say so at once, tiers show it, a job about it fails and says why, what the catalog
-    knows cannot be told; then it is started again, and all is well.
+async def test_a_tier_fails_and_recovers_live(tmp_path: Path, visiting: Visiting) -> None:
+    """Redis is killed: the events and the tiers show it at once, a job on it fails with the reason, and views that need
+    the catalog are unavailable. After a restart all views work again.
     """
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
@@ -112,8 +112,8 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
 
 
 async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> None:
-    """It stops while pages are open: the live view says so, another view that nobody answers, and where a job was
-    watched, what was seen last stays and is said to be old.
+    """The service stops while pages are open: the live view and the next view report it, and a view that was shown
+    keeps its values, marked as old.
     """
     expected = "ERR_|network error|Failed to load"
     async with AsyncExitStack() as visits:
@@ -140,7 +140,7 @@ async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> Non
 
 
 async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting: Visiting) -> None:
-    """What it held is shown as such, nowhere as nothing; lines of the chart stop instead of falling."""
+    """The last known sizes are shown as such, never as 0, and lines of the chart stop."""
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
         async with (

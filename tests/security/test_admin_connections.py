@@ -85,7 +85,7 @@ def test_silent_connections_keep_nobody_out(service: AttackedService, kind: str,
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("kind", HALVES)
 async def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tls: bool) -> None:
-    """Whatever a connection stops in, it is closed at its deadline; with TLS also one without a handshake."""
+    """A connection that stops at any point is closed at its deadline; with TLS also one without a handshake."""
     for module, name in ((serving, "_HEAD_S"), (gate, "_BODY_S")):
         monkeypatch.setattr(module, name, 0.5)
     flags: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Before its hello a peer costs almost nothing, on every kind of connection, and keeps nobody else out."""
+"""Before its hello a peer costs almost nothing, on every kind of connection, and keeps no other peer out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_heads_and_payloads_before_hello(service: AttackedService) -> None:
 
 
 def test_nothing_is_decoded_but_the_hello(service: AttackedService) -> None:
-    """A message of another type is refused for that, whatever its fields are; a hello with a token as long as a token
+    """A message of another type is refused for its type, not for its fields; a hello with a token as long as a token
     file may hold is answered."""
     for message in (
         messages.Ping(1, 1),
@@ -117,7 +117,7 @@ def connected_only(service: AttackedService, number: int, hello: bytes) -> RawPe
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_silence_has_an_end(folder: Path, kind: str) -> None:
-    """Peers that say nothing, half a handshake or half a hello are let go at their deadline, and nothing of them is
+    """Peers that say nothing, half a handshake or half a hello are ended at their deadline, and nothing of them is
     left."""
     tls = ServerTls(*make_certificate(folder)) if kind == "tls" else None
     server = Server(DictStore(), ServiceLimits(hello_timeout_s=0.3), tls=tls)

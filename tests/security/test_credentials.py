@@ -54,7 +54,7 @@ class Service(AttackedService):
 
 
 def is_up(service: Service) -> bool:
-    # not by a connection: to a port of its own range that nobody listens on yet, one may be connected to itself
+    # not by a connection: to a port of its own range without a listener, one may be connected to itself
     return "ready: set url" in service.log_tail()
 
 

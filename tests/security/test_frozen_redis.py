@@ -1,4 +1,4 @@
-"""A Redis that is frozen, or refuses writes: nobody waits long, and everybody is told what it is."""
+"""A Redis that is frozen, or refuses writes: no request waits long, and every answer names the cause."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_lookup_waits_no_longer_than_the_store_allows(redis: RedisServer
 
 
 async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -> None:
-    """Also before anybody has noticed, and while several ask at a time: in a second or two, with the cause."""
+    """Also before the service has noticed, and for several requests at a time: in a second or two, with the cause."""
     async with open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
         await made.save(prompt_of("a"))
         redis.freeze()
@@ -126,7 +126,7 @@ REFUSALS: dict[str, tuple[Refuse, Refuse]] = {
 
 @pytest.mark.parametrize("cause", REFUSALS)
 async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisServer, tmp_path: Path) -> None:
-    """Nothing need have been written meanwhile. The cause is said; once it takes writes again, all is well."""
+    """Nothing need have been written until then. The cause is said; once it takes writes again, all is well."""
     refuse, allow = REFUSALS[cause]
     async with (
         open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,

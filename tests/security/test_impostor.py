@@ -1,5 +1,5 @@
-"""Whoever answers in the place of a server, with a certificate of an authority that we trust but for another host, is
-told nothing: no key, no token, no signature. Each way to ask is tried against the right host as well, which is told."""
+"""An impostor with a certificate of an authority that we trust, but for another host, receives nothing: no key, no
+token, no signature. Each kind of request is tried against the right host as well, which receives it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def other(authority: Authority) -> Certificate:
 
 
 async def check_told(ask: Ask, genuine: Certificate, other: Certificate, answer: bytes | None = None) -> None:
-    """The right host is told something, and answers with `answer` or not at all; the other one is told nothing."""
+    """The right host receives something, and answers with `answer` or not at all; the other one receives nothing."""
     for certificate, is_told in ((genuine, True), (other, False)):
         with tls_server(certificate, lambda _: answer) as server:
             with suppress(KVStoreError, OSError):

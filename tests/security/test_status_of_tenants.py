@@ -1,4 +1,4 @@
-"""A tenant's `status` tells of that tenant alone: nothing that others do shows in it, neither how much nor when."""
+"""A tenant's `status` covers that tenant alone: nothing that others do shows in it, neither how much nor when."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def soon() -> Deadline:
 
 
 async def told(client: RemoteStore) -> Mapping[str, object]:
-    """What a client is told, without the time."""
+    """The status that a client gets, without the time."""
     values = dict(await client.status(deadline=soon()))
     service = dict(values["service"])  # type: ignore[call-overload]
     assert service.pop("uptime_s") >= 0
@@ -35,7 +35,7 @@ async def told(client: RemoteStore) -> Mapping[str, object]:
 
 
 async def be_busy(client: RemoteStore, tenant: str) -> None:
-    """Save, look up, lease, discard, tell, fail: whatever moves a number."""
+    """Save, look up, lease, discard, report, fail: everything that changes a number."""
     prompt = Prompt(ATTENTION, "busy", 512, payload_bytes=30_000, tenant=tenant)
     await client.open_namespace(prompt.description, deadline=soon())
     for record in prompt.records():

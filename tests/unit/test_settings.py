@@ -152,7 +152,7 @@ def test_values_that_do_not_fit_are_refused_by_name(bad: dict[str, object]) -> N
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes them after the start."""
+    """They do not change after the start."""
     with pytest.raises(ValidationError):
         load_settings().lease_s = 1.0
 

@@ -1,4 +1,4 @@
-"""Who may ask for what: every route, by the routes' own list."""
+"""Which token may use which route, over the routes' own list."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OWN_ONLY = (
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    """Method and path of every route that there is, those of included routers too."""
+    """Method and path of every route, including those of included routers."""
     found = [route for route in _leaves(make_routes().routes) if isinstance(route, APIRoute)]
     assert len(found) > 10
     for route in found:
@@ -72,7 +72,7 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> httpx.Response:
-    """A right request about a prompt of red's, that would delete where it can."""
+    """A valid request about red's prompt, which deletes where the route can."""
     namespace, prefix = of.namespace.hex(), of.boundary(320).prefix.hex()
     filled = path.format(
         namespace=namespace, prefix=prefix, job=JOBS[of.namespace], tenant="red", level="cold", name="app.js"
@@ -98,7 +98,7 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
 
 
 async def everything(made: ServiceHarness, of: Prompt) -> list[object]:
-    """What red has, as red sees it."""
+    """What red's token sees."""
     async with made.client("red") as client:
         paths = (
             "/v1/namespaces",
@@ -109,11 +109,11 @@ async def everything(made: ServiceHarness, of: Prompt) -> list[object]:
         return [(await client.get(path)).json() for path in paths]
 
 
-async def test_every_route_refuses_who_may_not(
+async def test_every_route_refuses_wrong_tokens(
     tenants: tuple[ServiceHarness, Prompt], tell: Callable[[str], None]
 ) -> None:
-    """Without a token, with one of nobody, with too small a scope and with another tenant's: refused on every route,
-    and red's things are as before. Printed as one table.
+    """Every route refuses a request without a token, with an invalid one, with too small a scope and of another tenant,
+    and changes nothing. Printed as one table.
     """
     made, red = tenants
     before = await everything(made, red)
@@ -152,8 +152,8 @@ async def test_every_route_refuses_who_may_not(
 
 
 async def test_a_tenant_counts_its_own_only(tenants: tuple[ServiceHarness, Prompt]) -> None:
-    """Lists, totals and tiers of red and blue add up to the operator's, and neither has the other's; a namespace of
-    another tenant is told like one that is not there.
+    """Lists, totals and tiers of red and blue add up to the operator's, and neither sees the other's. Another tenant's
+    namespace and an unknown one get the same answer.
     """
     made, red = tenants
     seen: dict[str, Any] = {}
@@ -170,8 +170,8 @@ async def test_a_tenant_counts_its_own_only(tenants: tuple[ServiceHarness, Promp
     assert [answer.json() | {"seen": ""} for answer in answers] == [answers[0].json() | {"seen": ""}] * 2
 
 
-async def test_engines_tokens_may_look(tenants: tuple[ServiceHarness, Prompt]) -> None:
-    """A token made for the data port sees its tenant's things and changes none."""
+async def test_an_engines_token_may_read(tenants: tuple[ServiceHarness, Prompt]) -> None:
+    """A token for the data port sees its tenant's data and changes nothing."""
     made, _ = tenants
     async with made.client("blue engine") as client:
         assert (await client.get("/v1/namespaces")).json()["namespaces"][0]["tenant"] == "blue"
@@ -180,7 +180,9 @@ async def test_engines_tokens_may_look(tenants: tuple[ServiceHarness, Prompt]) -
 
 
 async def test_wrong_tokens_are_limited(tenants: tuple[ServiceHarness, Prompt]) -> None:
-    """After ten wrong ones the address waits, even with a right one that is new to it; who was here does not."""
+    """After ten wrong tokens an address must wait, also with a valid token that it has not used before; tokens that
+    were used before still work.
+    """
     made, _ = tenants
     async with made.client("wrong") as wrong, made.client("red") as red, made.client("blue") as fresh:
         answers = [await wrong.get("/v1/tiers") for _ in range(12)]
@@ -192,7 +194,7 @@ async def test_wrong_tokens_are_limited(tenants: tuple[ServiceHarness, Prompt]) 
 
 
 async def test_a_token_is_revoked_without_a_restart(tenants: tuple[ServiceHarness, Prompt]) -> None:
-    """The file loses red's token and gains green's: requests know within seconds."""
+    """The file loses red's token and gains green's; both take effect within seconds."""
     made, _ = tenants
     assert made.credentials is not None
     kept = {name: TOKENS[name] for name in ("operator", "blue")}
@@ -205,8 +207,8 @@ async def test_a_token_is_revoked_without_a_restart(tenants: tuple[ServiceHarnes
 
 
 async def test_changes_are_audited(tenants: tuple[ServiceHarness, Prompt], caplog: pytest.LogCaptureFixture) -> None:
-    """Each changing call is one line with who, what and how it ended, refused ones too; looks are none, no token is
-    shown.
+    """Each changing request, also a refused one, is one line with the token's name, the request and the status. Reads
+    are not logged, and no token is.
     """
     made, red = tenants
     namespace, prefix = red.namespace.hex(), red.boundary(320).prefix.hex()

@@ -1,4 +1,4 @@
-"""The files of the dashboard, as they are sent: to anybody, packed, kept, and under a strict policy."""
+"""The files of the dashboard: without a token, compressed, cached, and under a strict policy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvstore.service.admin.resources.dashboard import FOLDER
 from tests.unit.admin.service_harness import open_service
 
 
-async def test_files_are_sent_to_anybody(tmp_path: Path) -> None:
-    """The page and each file without a token; the policy allows nothing inline and nothing from elsewhere."""
+async def test_files_need_no_token(tmp_path: Path) -> None:
+    """The page and each file need no token; the policy allows nothing inline and no other host."""
     async with open_service(tmp_path) as made, made.client() as client:
         for name in ("", *(f"dashboard/{path.name}" for path in FOLDER.iterdir())):
             answer = await client.get(f"/{name}")
@@ -28,8 +28,8 @@ async def test_files_are_sent_to_anybody(tmp_path: Path) -> None:
 
 
 async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
-    """The page names the library by its digest: that address is kept for a year, every other file is asked for
-    again, and not sent again while it is the same.
+    """The address of the library contains its digest and is cached for a year. Every other file is revalidated, and not
+    sent again while it is unchanged.
     """
     async with open_service(tmp_path) as made, made.client() as client:
         page = await client.get("/")
@@ -45,7 +45,7 @@ async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
 
 
 async def test_without_the_library_the_rest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without the package of the library: the page names none."""
+    """Without the package of the library the page works without charts."""
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
     dashboard._load.cache_clear()
     try:
@@ -56,8 +56,8 @@ async def test_without_the_library_the_rest_is_there(tmp_path: Path, monkeypatch
         dashboard._load.cache_clear()
 
 
-def test_nothing_is_fetched_from_elsewhere() -> None:
-    """No file names another host, has a script or a style in a page, or puts text in as HTML."""
+def test_files_name_no_other_host() -> None:
+    """No file names another host, has an inline script or style, or inserts text as HTML."""
     for path in FOLDER.iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|//[a-z]+\.[a-z]+/", text), path.name

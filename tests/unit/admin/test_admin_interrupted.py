@@ -1,4 +1,4 @@
-"""Jobs beyond the service that runs them: cut short by a restart or a crash, they are told with what starts them."""
+"""Jobs that a restart or a crash interrupts are listed with the call that starts them again."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ def job_of(number: int, kind: JobKind = JobKind.GC, *, tenant: str | None = None
     )
 
 
-async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To its own tenant and the operators, until it is dismissed; the report of one that ended is not among them."""
+async def test_the_next_service_lists_an_interrupted_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tenant and the operators see it until it is dismissed. A job that ended is not listed."""
     began = asyncio.Event()
 
     async def hang(*_: object, **__: object) -> None:
@@ -97,7 +95,7 @@ async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
 
 @contextmanager
 def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A service process over the directory of `open_service`, when it is ready; killed at the end."""
+    """A service process over the directory of `open_service`, once it is ready; killed at the end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
         place = folder / "notify"
         place.unlink(missing_ok=True)
@@ -115,8 +113,8 @@ def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             service.wait()
 
 
-async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGKILL in the middle of a verification: the next service and `kvstore jobs` tell of it; done again it goes."""
+async def test_jobs_of_a_killed_service_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL during a verification: the next service and `kvstore jobs` list it, until the same job is done."""
     async with open_service(tmp_path) as made:
         await made.save(prompt_of("a"))
     [port], book = free_ports(1), tmp_path / "records/jobs.json"
@@ -149,9 +147,9 @@ async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: 
         assert "needs the id of a job" in capsys.readouterr().err
 
 
-async def test_whose_service_is_gone(tmp_path: Path) -> None:
-    """In a shared book: at once what the same place left, after a minute what another one does not write any more,
-    never what runs here or there; after a week it is forgotten.
+async def test_jobs_of_ended_services_are_found(tmp_path: Path) -> None:
+    """In a shared book: jobs of the same place count as interrupted at once, those of another place after a minute
+    without an update, running ones never. After a week they are forgotten.
     """
     clock = HandClock()
     book = SharedJobs(tmp_path, JOBS)
@@ -172,8 +170,10 @@ async def test_whose_service_is_gone(tmp_path: Path) -> None:
     assert await here.interrupted(()) == [] and (tmp_path / "jobs.json").read_text() == "{}"
 
 
-async def test_one_that_is_done_makes_up_for_those_of_the_same_aim(tmp_path: Path) -> None:
-    """And for no other's: another tier, another tenant. One that failed makes up for none."""
+async def test_a_finished_job_removes_interrupted_ones_with_the_same_aim(tmp_path: Path) -> None:
+    """A finished job removes interrupted ones with the same aim, but not those of another tier or tenant. A failed job
+    removes none.
+    """
     keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME, HandClock())
     kept = [job_of(2, JobKind.DRAIN, tier="hot"), job_of(3, JobKind.DRAIN, tenant="red", tier="cold")]
     for job in (job_of(1, JobKind.DRAIN, tier="cold"), *kept):
@@ -187,10 +187,8 @@ async def test_one_that_is_done_makes_up_for_those_of_the_same_aim(tmp_path: Pat
     assert {job.id for job in await keeper.interrupted(())} == {job.id for job in kept}
 
 
-async def test_a_book_that_does_not_answer_costs_no_job_anything(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is said once. What a later release has written there is passed over."""
+async def test_jobs_run_without_a_book(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The failure is logged once. Entries of a later release are skipped."""
     (tmp_path / "jobs.json").write_text('{"a": "{", "b": "[]", "c": "{\\"kind\\": \\"unheard\\"}"}')
     assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
     (tmp_path / "jobs.json").write_text("{")
@@ -205,8 +203,8 @@ async def test_a_book_that_does_not_answer_costs_no_job_anything(
     ]
 
 
-def test_what_starts_it_again_is_never_more_than_it_was() -> None:
-    """A dry run stays one; a deletion's salt or age is not remembered, so that no command is told without it."""
+def test_a_suggested_call_does_no_more_than_the_job() -> None:
+    """A dry run stays one. A deletion's salt and age are not stored, so no call without them is suggested."""
     told = {}
     for kind in JobKind:
         job = job_of(1, kind, tier="cold", namespace="0" * 32)

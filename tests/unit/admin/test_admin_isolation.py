@@ -1,4 +1,4 @@
-"""What operators ask never stands in the way of engines."""
+"""Requests of operators never delay engines."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def large(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]]:
 async def test_engines_are_served_while_a_list_hangs(
     large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The administration's thread stands still in the middle of a walk, as long as we like: an engine opens, looks up,
-    stages, loads and saves meanwhile. Then the list is answered whole.
+    """The administration's thread is blocked in the middle of a list. Meanwhile an engine opens, looks up, stages,
+    loads and saves. Then the list is answered in full.
     """
     made, prompt = large
     inside, go_on = threading.Event(), threading.Event()
@@ -76,11 +76,11 @@ async def test_engines_are_served_while_a_list_hangs(
     assert page["is_complete"] and len(page["prefixes"]) == 1000
 
 
-async def test_lists_are_walks_in_bounded_steps(
+async def test_lists_read_in_bounded_steps(
     large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the order, no step reads more than its bound, no page has more than its limit, all pages together have
-    every entry, and of all that nothing runs on the data loop.
+    """In every order, no step reads more than its bound, no page exceeds its limit, all pages together have every
+    entry, and nothing runs on the data loop.
     """
     made, prompt = large
     counts: list[int] = []
@@ -123,10 +123,10 @@ async def pages(client: httpx.AsyncClient, prompt: Prompt, order: str, *, limit:
     return listed
 
 
-async def test_a_walk_that_is_out_of_time_says_so(
+async def test_a_page_that_runs_out_of_time_is_incomplete(
     large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each page takes one step: it has what that step showed, is not complete, and its cursor leads on."""
+    """A page that runs out of time has the entries of one step, is not complete, and its cursor continues."""
     made, prompt = large
     monkeypatch.setattr("kvstore.service.admin.listing._PAGE_S", 0.0)
     async with made.client("red") as client:
@@ -141,7 +141,7 @@ async def test_a_walk_that_is_out_of_time_says_so(
 async def test_a_namespace_is_deleted_over_several_calls(
     large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that is out of time says that there is more; the same call again goes on, until nothing is left."""
+    """A call that runs out of time is not complete; repeated calls delete everything."""
     made, prompt = large
     monkeypatch.setattr("kvstore.service.admin.jobs.deletion._DELETE_S", 0.0)
     path, num_deleted, num_calls = f"/v1/namespaces/{prompt.namespace.hex()}?confirm=true", 0, 0

@@ -1,4 +1,4 @@
-"""Long operations: watched, cancelled, bounded, one's own, and what each of them does, over a directory."""
+"""Long operations: watched, cancelled, bounded, visible to their tenant, and what each of them does."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ async def held(made: ServiceHarness, prompt: Prompt) -> int:
     return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
 
 
-async def test_what_goes_on_from_a_boundary_is_deleted(made: ServiceHarness, caplog: pytest.LogCaptureFixture) -> None:
-    """A boundary with all behind it, other prompts of the same start included; what is before it stays, and what a pin
-    protects. Without `confirm` nothing is deleted, and the report is the same.
+async def test_a_boundary_is_deleted_with_its_descendants(
+    made: ServiceHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A boundary is deleted with all that continue it; earlier boundaries and pinned ones stay. Without `confirm`
+    nothing is deleted, and the report is the same.
     """
     caplog.set_level(logging.INFO, "kvstore.audit")
     prompt = await made.save(prompt_of("a"))
@@ -61,8 +63,8 @@ async def test_what_goes_on_from_a_boundary_is_deleted(made: ServiceHarness, cap
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_one_users_prompts_are_deleted_by_salt(tmp_path: Path, is_encrypted: bool) -> None:
-    """Two users ask with the same tokens under their own salts; one's prompts, told by the salt and what they begin
-    with, go with all turns that went on from there, and the other's stay. Likewise where names are keyed.
+    """Two users send the same tokens with their own salts. One user's prompts, given by the salt and their first
+    tokens, are deleted with all later turns; the other's stay. The same with keyed names.
     """
     system, prompt = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red")
     keys = {"encryption_keys": str(write_keys(tmp_path / "keys.toml", [("red", 1, 1)]))} if is_encrypted else {}
@@ -84,8 +86,8 @@ async def test_one_users_prompts_are_deleted_by_salt(tmp_path: Path, is_encrypte
 
 
 async def test_a_running_job_is_cancelled(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs in the tier: it is listed as running, to its own tenant alone, and ends when it is told to; what it had
-    hidden is served again. One that has ended is told as it is.
+    """A job that hangs in the tier is listed as running, to its own tenant only. Cancelled, it ends, and hidden
+    boundaries are visible again. A second cancellation changes nothing.
     """
     prompt = await made.save(prompt_of("a"))
     began, go_on = asyncio.Event(), asyncio.Event()
@@ -114,7 +116,7 @@ async def test_a_running_job_is_cancelled(made: ServiceHarness, monkeypatch: pyt
 
 
 async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant's third job is refused while two run, another tenant's is not; the service ends although they hang."""
+    """A tenant's third job is refused while two run; another tenant's is not. The service stops although jobs hang."""
     began = asyncio.Semaphore(0)
     async with open_service(tmp_path) as made:
         red, blue = await made.save(prompt_of("a")), await made.save(prompt_of("b", "blue"))
@@ -138,8 +140,8 @@ async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeyp
 
 
 async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: Path) -> None:
-    """Retired weights, a boundary without a slice with all that stands on it, a deletion that was cut off, and a record
-    that the catalog lacks: found by a dry run, deleted by the next, and nothing else is.
+    """Retired weights, a boundary that lacks a slice with all that continue it, an interrupted deletion, and a record
+    that the catalog lacks: a dry run finds them, the next run deletes them and nothing else.
     """
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
     kept = await made.save(prompt_of("a"))
@@ -154,7 +156,7 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     await made.catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()
     )
-    orders = made.store.operations.orders
+    orders = made.store.operations.operator_rules
     assert orders is not None
     await orders.retire("red", "old", is_retired=True, deadline=soon())
     expected = {"retired": 2, "incomplete": 3, "unfinished": 1, "orphans": 1}
@@ -182,8 +184,8 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
 
 
 async def test_the_write_back_is_paused_drained_and_resumed(made: ServiceHarness) -> None:
-    """Paused, what is saved waits, and a drain is refused; resumed, the drain ends when it has been written. The events
-    tell of all three.
+    """While the write-back is paused, saves wait and a drain is refused. Resumed, the drain ends when everything is
+    written. All three are events.
     """
     prompt = prompt_of("a")
     await made.store.open_namespace(prompt.description, deadline=soon())
@@ -214,7 +216,7 @@ async def test_the_write_back_is_paused_drained_and_resumed(made: ServiceHarness
 
 
 async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: Path) -> None:
-    """A damaged record is named and put aside, and the catalog knows; what the catalog lost is told to it again."""
+    """A corrupt record is named, quarantined and removed from the catalog. A reindex adds what the catalog lost."""
     prompt = await made.save(prompt_of("a"))
     path = tmp_path / "records" / format_name(prompt.key(128))
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
@@ -232,9 +234,9 @@ async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_goes_on_from_roots_is_found(seed: int) -> None:
-    """In a random forest, some of whose boundaries are not stored: those whose parents, followed while they are stored,
-    lead to a root, stored or not.
+def test_descendants_of_roots_are_found(seed: int) -> None:
+    """In a random forest with boundaries that are not stored: found are those whose stored ancestors lead to a root,
+    stored or not.
     """
     chance = random.Random(seed)
     names = [hashlib.sha256(f"{seed} {i}".encode()).digest() for i in range(200)]
@@ -255,8 +257,8 @@ def test_what_goes_on_from_roots_is_found(seed: int) -> None:
     assert [bool(one) for one in found] == [is_below(name) for name in stored]
 
 
-def test_a_boundary_that_stands_on_itself_ends_the_search() -> None:
-    """A catalog that is wrong costs no more than a right one."""
+def test_a_cycle_of_parents_ends_the_search() -> None:
+    """A cycle in a corrupt catalog does not hang the search."""
     names = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
     found = descendants(array(names), array([names[0], names[2], names[1]]), array([names[0]]))
     assert found.tolist() == [True, False, False]

@@ -11,7 +11,7 @@ from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain, RecordKey
 from kvstore.service.admin.resources.prompt import split_token_ids
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from tests.unit.admin.service_harness import open_service
@@ -27,7 +27,7 @@ def test_plain_tokens_are_hashed_as_engines_do(salt: str | None) -> None:
     assert chain.extend(tokens[:512]) + chain.extend(tokens[512:]) == engine.boundaries
 
 
-async def test_a_lookup_tells_where_it_stops(tmp_path: Path) -> None:
+async def test_a_lookup_reports_where_it_stops(tmp_path: Path) -> None:
     """A slice of the third page is missing: the prompt resumes at the end of the second, and the group, page and slice
     are named. With a salt it is another prompt. Nothing counts as a use.
     """
@@ -90,7 +90,7 @@ MAX = 40_000
 
 
 async def test_long_bodies_are_read_as_json_is() -> None:
-    """Wherever the list stands, however it is spaced, whatever a text pretends to be: equal to the usual parser's."""
+    """Wherever the list is, and with any spacing and misleading text: the result is that of the JSON parser."""
     salt = 'x","token_ids":[1,2],"y":"\\'
     for fields in ({"a": 1, "token_ids": LONG, "b": [salt]}, {"token_ids": LONG, salt: salt}, {"token_ids": LONG}):
         for text in (json.dumps(fields), json.dumps(fields, indent=2), json.dumps(fields, separators=(",", ":"))):
@@ -100,7 +100,7 @@ async def test_long_bodies_are_read_as_json_is() -> None:
 
 
 async def test_short_bodies_are_left_to_the_parser() -> None:
-    """Whoever validates them says what is wrong."""
+    """A small body is returned unchecked; its model names what is wrong with it."""
     assert await split_token_ids(b'{"token_ids": ["x"]}', MAX) == ({"token_ids": ["x"]}, None)
 
 
@@ -132,7 +132,7 @@ def spoilt(*changes: tuple[str, str]) -> str:
         ("[" * 60_000, "not JSON"),
     ],
 )
-async def test_what_is_no_list_of_ids_is_refused(text: str, match: str) -> None:
-    """By name, and never read as something else."""
+async def test_invalid_token_ids_are_refused(text: str, match: str) -> None:
+    """The message names the mistake, and nothing else is read instead."""
     with pytest.raises(InvalidRequest, match=match):
         await split_token_ids(text.encode(), MAX)

@@ -1,4 +1,4 @@
-"""Quotas and retired weights over HTTP: who may order what, and what is told of it."""
+"""Quotas and retired weights over HTTP: who may set them, and who sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
 
 
 async def test_quotas_are_set_shown_and_withdrawn(made: ServiceHarness) -> None:
-    """An operator's order stands over the settings and is held at once; each tenant sees its own."""
+    """An operator's quota overrides the settings at once; each tenant sees its own."""
     await made.save(prompt_of("a", "red"))
     async with made.client("operator") as client, made.client("red") as red, made.client("blue") as blue:
         (told,) = (await client.get("/v1/quotas")).json()["quotas"]
@@ -54,9 +54,9 @@ async def test_quotas_are_set_shown_and_withdrawn(made: ServiceHarness) -> None:
         assert (await client.get("/v1/quotas/blue/sky")).status_code == 404
 
 
-async def test_weights_are_listed_retired_and_taken_back(made: ServiceHarness) -> None:
-    """A tenant retires its own, which asks first; an operator's order holds for all, and is not a tenant's to take
-    back.
+async def test_weights_are_listed_retired_and_restored(made: ServiceHarness) -> None:
+    """A tenant retires its own weights, after a dry run. An operator's retirement holds for all tenants, and a tenant
+    cannot undo it.
     """
     prompts = {
         (tenant, weights): await made.save(Prompt(ATTENTION, "a", 128, tenant=tenant, weights_id=weights))

@@ -1,4 +1,4 @@
-"""What each resource answers, from a real service over a directory."""
+"""What each resource returns, from a real service over a directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
 
 
 async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
-    """Everything that makes it this one, and what it holds; the list has totals over all its pages."""
+    """All fields that identify it, and what it holds; the list has totals over all its pages."""
     prompts = [await made.save(Prompt(ATTENTION, "a", 128, model=f"m{i}", tenant="red")) for i in range(3)]
     async with made.client("red") as client:
         listed, cursor = [], ""
@@ -45,7 +45,7 @@ async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
 
 
 async def test_prefixes_are_listed_in_pages(made: ServiceHarness) -> None:
-    """Every boundary once, in the order that was asked for, also where many are equal."""
+    """Every boundary once, in the requested order, also with equal sort keys."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64 * 11, tenant="red"))
     hits = {tokens: tokens // 64 // 3 for tokens in range(64, 64 * 12, 64)}
     uses = [Use(prompt.boundary(tokens).prefix, count) for tokens, count in hits.items() if count]
@@ -69,7 +69,7 @@ async def test_prefixes_are_listed_in_pages(made: ServiceHarness) -> None:
 
 
 async def test_one_prefix_with_its_family(made: ServiceHarness) -> None:
-    """Groups, slices and tiers, this node's memory too; parents up to the start, and what goes on from it."""
+    """Groups, slices and tiers, including this node's memory; parents up to the start, and children."""
     prompt = await made.save(Prompt(HYBRID, "a", 64 * 4 + 16, tenant="red"))
     async with made.client("red") as client:
 
@@ -108,7 +108,7 @@ async def test_one_prefix_with_its_family(made: ServiceHarness) -> None:
 
 
 async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
-    """A pin is listed and keeps its boundary and all before it from deletion; without it all goes."""
+    """A pin is listed and protects its boundary and all before it from deletion; without it all are deleted."""
     prompt = await made.save(prompt_of("a"))
     namespace, prefixes = prompt.namespace.hex(), {t: prompt.boundary(t).prefix.hex() for t in (64, 128, 192, 320, 336)}
     async with made.client("red") as client:
@@ -136,8 +136,8 @@ async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
 
 
 async def test_deletion_asks_first(made: ServiceHarness) -> None:
-    """Without `confirm` it tells what would go; with it the records are gone from every tier and the totals, for
-    engines too, and a second time there is nothing. What is deleted can be saved again.
+    """Without `confirm` the answer says what would be deleted. With it the records are gone from every tier and the
+    totals, for engines too, and a second deletion finds nothing. Deleted records can be saved again.
     """
     prompt = await made.save(prompt_of("a"))
     namespace, last = prompt.namespace.hex(), prompt.boundary(336).prefix.hex()
@@ -166,8 +166,8 @@ async def test_deletion_asks_first(made: ServiceHarness) -> None:
     assert (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 336
 
 
-async def test_a_deletion_that_failed_is_seen_again(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tier refuses: the answer says that it is the service's turn, and what was hidden is served as before."""
+async def test_a_failed_deletion_is_undone(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier fails: the answer is 503, and hidden boundaries are served again."""
     prompt = await made.save(prompt_of("a"))
 
     async def refuse(*_: object, **__: object) -> None:
@@ -201,7 +201,7 @@ BAD = [
 
 
 async def test_bad_parameters_are_named(made: ServiceHarness) -> None:
-    """Which field, what was expected and what was seen, as a problem."""
+    """A problem names the field, what was expected and what was seen."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     async with made.client("red") as client:
         for path, field, seen in BAD:
@@ -217,7 +217,7 @@ LONE_SURROGATE = b'{"namespace":"' + b"0" * 32 + b'","token_ids":[],"cache_salt"
 
 
 async def test_bad_bodies_are_named(made: ServiceHarness) -> None:
-    """Not JSON, not sent as JSON, unknown fields, ids that are none, and more than a body may have."""
+    """Bodies that are not JSON or not sent as JSON, with unknown fields, invalid ids, or too large."""
     async with made.client("red") as client:
         cases = [
             ({"content": b"{", "headers": JSON}, 422, "body"),
@@ -250,8 +250,8 @@ async def test_bad_bodies_are_named(made: ServiceHarness) -> None:
 
 
 async def test_readiness_names_the_tier(tmp_path: Path) -> None:
-    """Redis is not there: the service lives and is not ready, says which tier and nothing more to strangers; metrics
-    and tiers tell the same, and listing is the service's turn.
+    """Without Redis the service is alive and not ready; it names the tier and nothing more. Metrics and tiers agree,
+    and a list is answered with 503.
     """
     hot = f"redis://127.0.0.1:{free_ports(1)[0]}"
     async with open_service(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
@@ -275,7 +275,9 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
 
 
 async def test_requests_are_explained_to_their_tenant(made: ServiceHarness) -> None:
-    """Newest first, one's own alone; one in full; an operator sees all; what nobody told of is not there."""
+    """A tenant sees its own requests, newest first, and an explanation of each; an operator sees all. An unknown
+    request is 404.
+    """
     prompt = await made.save(Prompt(ATTENTION, "a", 128, tenant="red"))
     for tenant, request in (("red", "chatcmpl-1"), ("blue", "chatcmpl-2"), ("red", "chatcmpl-3")):
         told = Outcome(request, prompt.namespace, 300, 256, 0, 128, reason="deadline", detail={"tier": "s3"})
@@ -308,8 +310,9 @@ async def saved(made: ServiceHarness, fields: dict[str, object]) -> Prompt:
 async def test_every_list_names_the_model_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ls`, `top`, `show` and the routes have model and types; two of one model are told apart by what differs, and
-    `show --compare` has the fields that differ with both values, and no others; what is emptied is listed no more."""
+    """`ls`, `top`, `show` and the routes show model and types; two namespaces of one model are told apart by what
+    differs. `show --compare` has only the fields that differ, with both values. An emptied namespace is not listed.
+    """
     async with open_service(tmp_path, with_tokens=False) as made, made.client() as admin:
         monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.removeprefix("http://"))
         one, other = await saved(made, LLAMA), await saved(made, FP8)

@@ -1,4 +1,4 @@
-"""TLS on the administration port: who is believed, who is let in, renewal, and what the doctor says of each."""
+"""TLS on the administration port: certificates of both sides, renewal, and the doctor's findings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    """Somebody else's."""
+    """Another authority's certificate, and its key."""
     return make_certificate(tmp_path_factory.mktemp("theirs"))
 
 
@@ -43,15 +43,17 @@ def flags_of(certificate: Certificate, **more: object) -> dict[str, object]:
 
 
 async def get(made: ServiceHarness, tls: ClientTls, path: str = "/v1/namespaces") -> int:
-    """The status of an answer to a new connection."""
+    """The status of a response on a new connection."""
     async with httpx.AsyncClient(verify=tls.context(), base_url=made.url, timeout=60.0) as client:
         return (await client.get(path, headers=BEARER)).status_code
 
 
-async def test_it_is_believed_by_its_authority_alone(
+async def test_its_authority_alone_trusts_it(
     tmp_path: Path, ours: Certificate, theirs: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """HTTPS with a token as ever; a stranger's authority and the system's do not believe it; plain HTTP is lost."""
+    """HTTPS with a token works; clients with another authority or the system's refuse the certificate; plain HTTP
+    fails.
+    """
     caplog.set_level("INFO", "kvstore")
     async with open_service(tmp_path, **flags_of(ours)) as made:
         assert made.url.startswith("https://") and f"administration address={made.url}" in caplog.text
@@ -67,7 +69,7 @@ async def test_it_is_believed_by_its_authority_alone(
 
 
 async def test_without_tokens_the_own_user_is_known_through_tls(tmp_path: Path, ours: Certificate) -> None:
-    """The kernel tells the peer as ever, and a page of the interface itself is the one of its scheme."""
+    """The kernel reports the peer's user as without TLS, and the allowed origin has the scheme https."""
     verify = ClientTls(ours[0]).context()
     async with (
         open_service(tmp_path, with_tokens=False, **flags_of(ours)) as made,
@@ -78,7 +80,9 @@ async def test_without_tokens_the_own_user_is_known_through_tls(tmp_path: Path, 
 
 
 async def test_only_peers_with_a_certificate(tmp_path: Path, ours: Certificate, theirs: Certificate) -> None:
-    """Mutual TLS: none and a stranger's do not get as far as a request, health included; the right one does."""
+    """Mutual TLS: a client without a certificate, or with another authority's, gets no answer, not even health; the
+    right one does.
+    """
     async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
         for tls in (ClientTls(ours[0]), ClientTls(ours[0], *theirs)):
             for path in ("/livez", "/v1/namespaces"):
@@ -88,9 +92,7 @@ async def test_only_peers_with_a_certificate(tmp_path: Path, ours: Certificate, 
 
 
 async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> None:
-    """Mutual TLS and tokens: the manifests' probes ask the data port's socket and show nothing; with the service gone
-    they fail.
-    """
+    """Mutual TLS and tokens: the manifests' probes use the data port's socket; they fail when the service has ended."""
     container = manifests()["DaemonSet", "kvstore"]["spec"]["template"]["spec"]["containers"][0]
     program, *probe = container["readinessProbe"]["exec"]["command"]
     assert program == "kvstore"
@@ -114,7 +116,7 @@ async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
     tmp_path: Path, ours: Certificate, theirs: Certificate
 ) -> None:
-    """New connections see the new one, on both ports: they share it."""
+    """New connections get the renewed certificate, on both ports."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(ours[0].read_bytes())
     key.write_bytes(ours[1].read_bytes())
@@ -131,7 +133,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
 
 
 async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Certificate) -> None:
-    """Healthy; not believed; without our certificate; spoken to in the wrong way; nobody there; off."""
+    """The doctor's findings: healthy, untrusted, without our certificate, the wrong protocol, no service, off."""
     (nobody,) = free_ports(1)
     async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
         port = int(made.url.rpartition(":")[2])
@@ -152,7 +154,7 @@ async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Cer
 
 
 async def test_the_doctor_knows_an_interface_without_tls(tmp_path: Path, ours: Certificate) -> None:
-    """Asked in HTTPS where HTTP is spoken, it names the restart; in HTTP all is well."""
+    """With an https address of a service without TLS the doctor suggests a restart; with http all is well."""
     async with open_service(tmp_path) as made:
         port = int(made.url.rpartition(":")[2])
         asked = await examine_admin(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())

@@ -130,7 +130,7 @@ def test_services() -> None:
     check(judge_unreachable("tcp://h:7", down), FAILED, "", "firewall")
     refused = Unavailable("the service is not reachable", reason="the token is wrong")
     check(judge_unreachable("tcp://h:7", refused), FAILED, "token", "KVSTORE_TOKEN_FILE")
-    open_file = InvalidRequest("others may read the token: chmod 600 it", path="/etc/token")
+    open_file = InvalidRequest("other users may read the token: run chmod 600 on it", path="/etc/token")
     check(judge_unreachable("tcp://h:7", open_file), FAILED, "", "chmod 600 /etc/token")
     unbelieved = Unavailable("the service is not reachable", reason="the service's certificate is not believed")
     check(judge_unreachable("tls://h:7", unbelieved), FAILED, "not believed", "KVSTORE_TLS_CA_FILE")

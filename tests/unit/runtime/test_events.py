@@ -1,4 +1,4 @@
-"""What happened lately: bounded, in order, from any thread."""
+"""Recent events: bounded, in order, from any thread."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_no_kind_pushes_out_another() -> None:
 
 
 def test_numbers_grow_whatever_the_clock_does() -> None:
-    """Several in a millisecond, and a clock that goes back: each is behind the last one; who knows a number that is
-    not reached yet, of a process before, is told everything.
+    """Several in a millisecond, and a clock that goes back: each number is larger than the last one. A reader with a
+    larger number, from an earlier process, gets all events.
     """
     clock = SetClock()
     events = Events(clock)

@@ -20,7 +20,7 @@ async def waiting(budget: ByteBudget, *sizes: int, tenant: str = "") -> list[asy
 
 
 def test_a_grant_is_a_receipt() -> None:
-    """Bytes are granted up to the limit, given back once, and a second time is a bug that is told."""
+    """Bytes are granted up to the limit, given back once, and a second time is an error."""
     budget = ByteBudget(10)
     grant = budget.try_take(7)
     assert grant is not None and grant.num_bytes == 7
@@ -178,7 +178,7 @@ def test_without_tenants_all_is_to_be_had() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40)), max_size=60))
 def test_never_more_than_there_is(calls: list[tuple[str, int]]) -> None:
-    """Whatever is asked for: never more is held than there is, and all that was taken can be given back."""
+    """Never more is held than there is, and all that was taken can be given back."""
     shares = Shares(100)
     taken = [(tenant, amount) for tenant, amount in calls if shares.try_take(tenant, amount)]
     assert shares.used == sum(amount for _, amount in taken) <= 100

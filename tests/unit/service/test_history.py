@@ -108,14 +108,14 @@ async def test_sums_become_events(store: TieredStore) -> None:
 
 
 class Silent(MemoryTier):
-    """Does not tell what it holds, as S3 does not."""
+    """Does not report what it holds, as S3 does not."""
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         return replace(await super().usage(deadline=deadline), used_bytes=None)
 
 
 async def test_what_a_tier_does_not_tell_the_catalog_knows() -> None:
-    """Of a tier that would have to be scanned the history has what somebody read of the catalog, or nothing."""
+    """For a tier that would have to be scanned, the history has what was read from the catalog, or nothing."""
     memory, cold = MemoryTier(32 << 20), Silent(32 << 20, name="s3")
     store, history = TieredStore(memory, None, cold), History()
     watcher = Watcher(store, history, Events())
@@ -129,7 +129,7 @@ async def test_what_a_tier_does_not_tell_the_catalog_knows() -> None:
 
 
 async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Path) -> None:
-    """A token is added: an event; a file that is wrong: another one, and what was read before goes on to count."""
+    """A token is added: an event. The file becomes invalid: another event, and the previous credentials stay."""
     path, events = tmp_path / "credentials.toml", Events()
     path.write_text(f'[[credential]]\ntenant = "red"\ntoken_sha256 = "{"0" * 64}"\n')
     path.chmod(0o600)

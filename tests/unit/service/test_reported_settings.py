@@ -1,4 +1,4 @@
-"""What a service tells of its settings: enough to work on the same store, and no secret."""
+"""The settings that a service reports: enough to work on the same store, and no secret."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _PLAIN = st.fixed_dictionaries(
 
 @given(flags=_PLAIN)
 def test_a_tool_that_was_told_has_the_same_settings(flags: dict[str, object]) -> None:
-    """Of whatever the service was given, a tool in another environment has each value, and lacks nothing."""
+    """A tool in another environment gets each value that the service was given, and lacks none."""
     serving = load_settings({"memory_bytes": "2GiB", **flags})
     settings, lacking = settings_of(json.loads(told_text(serving)), load_settings({}))
     assert lacking == []

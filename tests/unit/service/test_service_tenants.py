@@ -67,7 +67,8 @@ async def test_one_description_is_a_namespace_for_each_tenant(client: Callable[[
 
 
 async def test_a_tenant_cannot_use_a_namespace_it_knows(client: Callable[[str], RemoteStore]) -> None:
-    """Whoever knows another tenant's namespace, keys and even a lease can neither look up, load, put nor remove."""
+    """A peer that knows another tenant's namespace, keys and even a lease can neither look up, load, save nor
+    discard."""
     owner, other = client("shared"), client("red token")
     await owner.open_namespace(PROMPT.description, deadline=soon())
     await other.open_namespace(PROMPT.description, deadline=soon())
@@ -94,7 +95,7 @@ async def test_a_tenant_cannot_use_a_namespace_it_knows(client: Callable[[str], 
 
 @pytest.mark.parametrize("token", ["wrong", "red tokem", sha256("red token")])
 async def test_unknown_tokens_are_refused(client: Callable[[str], RemoteStore], token: str) -> None:
-    """A token that nobody has is refused, also on a Unix socket, and so is the digest that the file holds."""
+    """An unknown token is refused, also on a Unix socket, and so is the digest that the file holds."""
     with pytest.raises(Unavailable, match="token_file"):
         await client(token).open_namespace(PROMPT.description, deadline=Deadline.after(1))
 
@@ -111,7 +112,7 @@ def entry(tenant: str, token: str) -> str:
 
 
 def test_credentials_file(tmp_path: Path) -> None:
-    """Tenants with one or several tokens; a token of nobody is nobody's."""
+    """Tenants with one or several tokens; an unknown token has no tenant."""
     path = write(tmp_path, entry("red", "1") + entry("red", "2") + entry("blue", "3"))
     credentials = read_credentials(path)
     grants = [credentials.grant_of(token) for token in ("1", "2", "3", "4", "")]
@@ -206,7 +207,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_credentials_that_others_may_write(tmp_path: Path) -> None:
-    """Whoever may write the file may become any tenant."""
+    """A user who may write the file could become any tenant."""
     with pytest.raises(InvalidRequest, match="chmod go-w"):
         read_credentials(write(tmp_path, entry("red", "1"), 0o666))
 

@@ -122,7 +122,7 @@ async def test_only_peers_with_a_certificate(
 
 
 async def test_either_side_may_be_wrong_about_tls(serve: Callable[..., object], ours: Certificate) -> None:
-    """A client without TLS at a port with it, and the reverse, are told to be unavailable, and neither hangs."""
+    """A client without TLS at a port with it, and the reverse, get `Unavailable`, and neither hangs."""
     address, _ = await serve(ServerTls(*ours))  # type: ignore[misc]
     plain = connect(f"tcp://127.0.0.1:{address.port}", options=ClientOptions(hello_timeout_s=0.3))
     assert await why_not(plain)

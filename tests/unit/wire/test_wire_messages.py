@@ -1,4 +1,4 @@
-"""Messages: each comes back as it was sent, and whatever is wrong is named."""
+"""Messages: each comes back as it was sent, and errors name the wrong field."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_fields_that_are_missing_or_wrong_are_named(cls: type[messages.Message])
 
 @pytest.mark.parametrize("kind", [None, 7, "lookupp", "", b"lookup", ["lookup"]])
 def test_unknown_types_are_refused(kind: object) -> None:
-    """A type nobody knows, of whatever kind, is refused by name."""
+    """An unknown type is refused by name, also one that is not text."""
     with pytest.raises(InvalidRequest, match="type"):
         decode({"type": kind})
 
@@ -182,7 +182,7 @@ def test_outcomes_whose_hashes_are_none_are_refused(field: str) -> None:
 
 
 def test_an_outcome_takes_no_more_room_than_it_may() -> None:
-    """Text is cut, and only so many plain values are kept: thousands of outcomes stand in the service's memory."""
+    """Text is cut, and the number of plain values is bounded: the service keeps thousands of outcomes in memory."""
     message = convert.outcome_message(Outcome("a" * 9999, None, 10, 0, 0, 0))
     detail = {f"{number}": "b" * 9999 for number in range(99)} | {"0": ["no plain value"]}
     kept = convert.parse_outcome(replace(message, detail=detail, reason="c" * 9999))
