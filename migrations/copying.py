@@ -15,7 +15,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import gather_all
-from kvstore.store.verification import ByteRate
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
 from migrations.steps import Step, Verdict

@@ -18,7 +18,7 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.verification import ByteRate
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from migrations.copying import Copier, Progress
 from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name

@@ -15,9 +15,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.service.authentication import Credentials, CredentialsFile
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.reasons import REASONS, UNKNOWN
-from kvstore.store.standing_orders import Retirement
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
+from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["STEP_S", "History", "Sample", "Watcher", "Window", "window_of"]
@@ -278,7 +278,7 @@ class Watcher:
             self._events.add(EventKind.SETTINGS, text)
 
     def _operator_rules(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
-        orders = self._store.operations.orders
+        orders = self._store.operations.operator_rules
         return (orders.quotas, orders.retired) if orders is not None else ({}, {})
 
     def _add_operator_events(self) -> None:

@@ -16,6 +16,7 @@ from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -284,7 +285,7 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
     patient = {"catalog_look_s": 0.05, "stall_timeout_ms": 20_000}
     settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": group.url, **patient})
     prompt, meters = Prompt(ATTENTION, f"behind {form}", 128), Meters()
-    async with open_store(settings, meters=meters) as store, open_catalog(settings) as catalog:
+    async with open_store(settings, Instruments(meters=meters)) as store, open_catalog(settings) as catalog:
         await store.open_namespace(prompt.description, deadline=soon)
         for record in prompt.records():
             await store.save(record, deadline=soon)
