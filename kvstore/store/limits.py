@@ -27,8 +27,8 @@ class StoreLimits:
         lease_records_max: Records in all leases together; each takes about 200 bytes of memory beside the record.
         namespaces_max: Namespaces open at a time; one more closes one that was unused for ten minutes.
         description_bytes: Bytes of the descriptions of open namespaces.
-        quarantine_bytes: Bytes of records that readers reported bad and that tiers keep, over the service's life; beyond
-            this, bad records are deleted.
+        quarantine_bytes: Bytes of records that readers reported bad and that tiers keep, over the service's life;
+            beyond this, bad records are deleted.
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
         write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
         write_back_in_flight: Records that are written to one tier at a time.
